@@ -34,7 +34,8 @@ from typing import Any
 from rich.console import Console
 
 from bench.report import Figure, Report
-from dataflow.folder.run_folder import RunFolder, read_arrow
+from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.run_folder import RunFolder
 from graphs.sorting import build
 
 BESIDE: Mapping[str, Any] = {"replicas": {"generator": 2}, "place": {"trainer": "h1", "generator": "h2"}}

@@ -62,7 +62,7 @@ def make(root: Path, steps: int, prompts: int = PROMPTS, group: int = GROUP, tok
             drops = {place + prompts: "stale"} if step % 10 == 0 else {}
             ids = range(place, place + prompts + len(drops))
             ledger.issue("prompts", [(number, f"task-{number % 1000}") for number in ids])
-            folder.write_rollouts(step, step_rows(step, place, prompts, group, tokens))
+            folder.rollouts_of().write(step, step_rows(step, place, prompts, group, tokens))
             metrics = {"step": step, "node": "trainer", "loss": 0.5, "dropped": {"stale": 1} if drops else {}}
             ledger.commit_step(
                 "trainer", step, version=step, source="prompts", trained=ids[:prompts], dropped=drops, metrics=metrics

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dataflow.annotations import arrow_type
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import group_faults
 from dataflow.node import Generate, Learn, Operator, Source, Weights
-from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, arrow_type
+from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES
 from dataflow.stream import Stream
 from dataflow.structure import Structure, generators_of, group_size, prompts_of, sinks_of, sources_of
 

@@ -9,9 +9,10 @@ import pyarrow as pa
 
 from dataflow.errors import GraphError
 from dataflow.graph import Graph
-from dataflow.node import Batch, Context, Runtime, Sink, Source
+from dataflow.node import Sink, Source
 from dataflow.records import GROUP_ID, POSITION, schema
 from dataflow.run import make_plan
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scoring.joining import Join
 from dataflow.stream import Stream

@@ -7,12 +7,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from dataflow.annotations import fits
 from dataflow.check import check, missing_column, newest_fault, refresh_fault, wrong_type
 from dataflow.draw import draw, mimebundle
 from dataflow.errors import GraphError, nearest
 from dataflow.node import Operator, Source, Weights
 from dataflow.planning.plan import Plan
-from dataflow.records import DROP_REASON, ERROR, fits
+from dataflow.records import DROP_REASON, ERROR
 from dataflow.scoring.joining import Join
 from dataflow.stream import Prompt, Rollout, Stream
 from dataflow.structure import Call, Feedback, Structure

@@ -8,11 +8,11 @@ from typing import Any, ParamSpec, overload
 import pyarrow as pa
 
 from dataflow.errors import GraphError
-from dataflow.node import Context, Runtime
+from dataflow.node import Traits
 from dataflow.records import DROP_REASON, ERROR, Columns
+from dataflow.runtime import Context, Runtime
 from dataflow.scorer import Scorer
 from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per
-from dataflow.traits import Traits
 
 P = ParamSpec("P")
 

@@ -1,168 +1,67 @@
-"""What an operator is: a light declaration that the graph holds, and the runtime that a worker builds from it."""
+"""What an operator is: a light declaration that the graph holds; a worker builds a `dataflow.runtime` from it."""
 
 import dataclasses
 import inspect
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import pyarrow as pa
-import structlog
+from typing import Any, ClassVar
 
 from dataflow.errors import GraphError, nearest
-from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
-from dataflow.staleness import Bound
+from dataflow.runtime import Context, Runtime
 from dataflow.stream import Builder, Prompt, Rollout, Stream
-from dataflow.traits import Traits
-from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
-
-if TYPE_CHECKING:
-    from dataflow.folder.copies.parts import Copies
-    from dataflow.folder.ledger import BaseLedger
-    from dataflow.folder.run_folder import RunFolder
-    from dataflow.system.rank_places import RankPlaces
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows on their way: whole groups of one source, the rows of a group side by side."""
-
-    source: str
-    """Name of the source these rows come from."""
-    records: pa.RecordBatch
-    origin: str = ""
-    """The node that sent them."""
-    ack: Callable[[], None] = field(default=lambda: None, compare=False)
-    """Called by the runtime once all that these rows led to has been returned from `work`."""
-    early: Callable[[int], None] = field(default=lambda group_id: None, compare=False)
-    """Called with a group of which that is true before it is of all; the last is told by `ack`. So no group waits for
-    those that it travelled with."""
-
-
-class Runtime:
-    """The heavy object that does an operator's work, driven by one thread through these calls.
-
-    consumes: batches by `push`, as many rows as `room` allows; weights by its context
-    produces: batches, returned from `work`
-    waits for: nothing; every call returns soon (a slice of work is bounded)
-    unblocked by: the worker's loop, which calls `work` again when something arrived
-    """
-
-    def room(self) -> int:
-        """Rows it would take now; 0 when full. A batch larger than the room may be pushed when room is above 0."""
-        return 0
-
-    def push(self, batch: Batch) -> None:
-        """Take a batch in; it stays the runtime's until `batch.ack` is called."""
-        raise TypeError(f"{type(self).__name__} takes no input")
-
-    def work(self) -> list[Batch] | None:
-        """Do one bounded slice; the batches that are ready, or None when there is nothing to do for now."""
-        return None
-
-    def pending(self) -> int:
-        """Rows it holds and still owes an output for; at 0, with its inputs ended, it is finished."""
-        return 0
-
-    def waits(self) -> Sequence[Any]:
-        """File descriptors and ZeroMQ sockets on which something may arrive that lets `work` go on."""
-        return ()
-
-    def forget(self, source: str, group: int) -> None:
-        """A group that went through it has an outcome: what it keeps of it beside the rows is needed no more."""
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """A word from the control: {"evaluate": step}, {"dropped": n}, {"drain": True}, {"end": True} when its
-        inputs have ended; unknown words are ignored."""
-
-    def status(self) -> dict[str, float | int | str]:
-        """Small numbers for the heartbeat: queue, version, step, and `done` when it has nothing more to do, ever."""
-        return {}
-
-    def wants_devices(self) -> bool:
-        """Whether it has work that needs its devices: asked of one that takes turns on them (`Traits.sleeps`)."""
-        return True
-
-    def sleep(self) -> None:
-        """Give the memory of its devices back: another node's turn comes. Until `wake` its `work` uses none of them."""
-
-    def wake(self) -> None:
-        """Its turn has come: take that memory again."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
-    """What a worker hands to `Operator.build`: everything a runtime may use of the world."""
+class Traits:
+    """What the engine has to know of an operator's knobs to check a graph, to size it and to place it.
 
-    node: str
-    rank: int = 0
-    """Which replica this is."""
-    replicas: int = 1
-    attempt: int = 0
-    """How often this process was started before, in a run that went on meanwhile."""
-    ranks: int = 1
-    """Processes that make up this replica; this one is the first, and starts the others."""
-    seed: int = 0
-    threads: int = 1
-    """CPU threads this worker may use."""
-    device: str = "cpu"
-    """cpu, or cuda:N."""
-    aside: Path | None = None
-    """Of one that has its devices in turn with other nodes, and sleeps between its turns (`Runtime.sleep`): the folder
-    in which it may put away what lies in main memory. None: its devices are its own."""
-    turn_files: tuple[int, ...] = ()
-    """Of such a one: files that all of its processes keep open; its turn ends at the latest when they have ended."""
-    steps: int | None = None
-    """Steps the run will make; None: until the prompts end."""
-    prompt_steps: int | None = None
-    """For a trainer: steps that its prompts are enough for, if none is dropped; None: no end is known."""
-    columns: Mapping[str, Columns] = field(default_factory=dict)
-    """Columns of the rows that arrive, by source."""
-    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Nodes that rows arrive from, by source."""
-    scores: Mapping[str, str] = field(default_factory=dict)
-    """Columns of theirs that scorers of single rollouts write, and where each of these is defined."""
-    forwards: tuple[str, ...] = ()
-    """Columns of theirs that forward operators write, each beside the version that made it."""
-    bounds: Mapping[str, Bound] = field(default_factory=dict)
-    """Sources that lead to a trainer with a feedback edge, and how far they may run ahead."""
-    feedback: Bound | None = None
-    """Of the feedback edge that ends here: how far its weights may be behind, what their trainer consumes."""
-    on_demand: bool = False
-    """For sources: issue only the rounds that the control asks for (evaluation)."""
-    folder: "RunFolder | None" = None
-    own_folder: str | None = None
-    """For a trainer: its own folder in rollouts/ and checkpoints/; None where it is the run's only one."""
-    keep_steps: int | None = None
-    """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None: of all."""
-    copies: "Copies | None" = None
-    """Where copies of a trainer's checkpoints go."""
-    ledger: "BaseLedger | None" = None
-    clock: Callable[[], float] = time.monotonic
-    """Seconds."""
-    limits: Limits = field(default_factory=Limits)
-    """How long it waits for others."""
-    log: Any = field(default_factory=structlog.get_logger)
-    writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
-    """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An `OpensWriter` where the
-    trainer may have several ranks."""
-    refreshers: Mapping[Refresh, Callable[[Mapping[str, Any]], WeightsOut]] = field(default_factory=dict)
-    """For a trainer: the same for readers that are refreshed, by which of its versions they get."""
-    reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
-    """For a reader of trained weights: attaches these tensors; None when the model is frozen. An `OpensWeights` where
-    other ranks may take versions themselves."""
-    narrow: str | None = None
-    """The format in which the tensors of `Operator.narrow_tensors` arrive there; None: as the others."""
-    places: "RankPlaces | None" = None
-    """Of ranks that the plan has spread over several hosts: where each is."""
+    Said by each operator of itself (`Operator.traits`); what does not concern it stays at its default."""
+
+    tensor_parallel: int = 1
+    """Processes that share out each layer of its model."""
+    sleeps: bool = False
+    """Whether its runtime can give its devices' memory back and take it again, so that it may share them in turns."""
+    dp_replicate: int = 1
+    """Copies of its model among a trainer's processes."""
+    temperature: float | None = None
+    """At which it samples, or computes log-probabilities; None: it does neither."""
+    chat: bool | None = None
+    """Whether it lays out prompts as chat messages; None: it reads no prompts as text."""
+    compares_siblings: bool = False
+    """Whether it needs groups of two rollouts or more."""
+
+    epochs: int | None = None
+    """How often a source issues its rows; None: without end, or not known."""
+    group_size: int | None = None
+    """Rollouts that a source asks for, of each prompt; None: as many as the generator makes."""
+
+    in_flight: int | None = None
+    """Most prompts that a generator holds at once; None: as many as the feedback allows."""
+    max_tokens: int | None = None
+    """Most tokens of a completion; None: not known."""
+    context_tokens: int | None = None
+    """Most tokens of prompt and completion; None: the model's own limit."""
+    top_k: int = 0
+    """Token ids among which each is drawn; 0: all."""
+    slots: int = 1
+    """Rollouts that are decoded at once."""
+    cache_bytes: int | None = None
+    """Budget for keys and values; None: what is free."""
+
+    queue_prompts: int | None = None
+    """Most prompts that a trainer holds beside those of its step; None: as many as the feedback allows."""
+    copies_weights: bool | None = None
+    """Whether a trainer's ranks send versions from copies of its weights, so that no update waits for a reader; None:
+    as its plan has it."""
+    micro_batch_tokens: int = 0
+    """Tokens of one pass of a trainer; 0: not known."""
+    gradient_checkpointing: bool = False
+    """Whether the backward pass computes anew what the layers made."""
+    every_steps: int | None = None
+    """Steps between two rounds of an evaluation; None: it evaluates nothing."""
 
 
 class KnobCheck(type):

@@ -1,15 +1,11 @@
 """The columns of prompts and rollouts as Arrow types: the one place where a column name is spelled."""
 
 import itertools
-import types
-import typing
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-
-from dataflow.errors import RecordError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 """Numbers of a column, in annotations of scorers."""
@@ -64,14 +60,6 @@ ROLLOUT_COLUMNS: Columns = {
     ERROR: pa.string(),  # null, or what failed
 }
 
-_SCALARS: dict[Any, pa.DataType] = {
-    str: pa.string(),
-    bool: pa.bool_(),
-    int: pa.int64(),
-    float: pa.float64(),
-    bytes: pa.binary(),
-}
-
 
 def version_column(column: str) -> str:
     """Beside a column that a model made: which version of its weights did, int32; 0 as it was loaded.
@@ -87,48 +75,6 @@ def schema(columns: Columns) -> pa.Schema:
     return pa.schema([pa.field(name, kind) for name, kind in columns.items()])
 
 
-def check_schema(batch: pa.RecordBatch, columns: Columns, who: str) -> None:
-    """Refuse a batch that lacks a promised column or has it in another type (RecordError)."""
-    for name, kind in columns.items():
-        at = batch.schema.get_field_index(name)
-        if at < 0:
-            raise RecordError(
-                f"{who} promised column '{name}' but its rows have {batch.schema.names}; "
-                f"mend the operator so that it adds '{name}'"
-            )
-        if batch.schema.field(at).type != kind:
-            raise RecordError(
-                f"{who} promised column '{name}' as {kind} but its rows have {batch.schema.field(at).type}; "
-                f"mend the operator, or its annotation"
-            )
-
-
-def arrow_type(annotation: Any) -> pa.DataType | None:
-    """The Arrow type that a Python annotation stands for; None where any type will do (Any, Array, none given)."""
-    if annotation in _SCALARS:
-        return _SCALARS[annotation]
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        inner = [argument for argument in arguments if argument is not type(None)]
-        return arrow_type(inner[0]) if len(inner) == 1 else None
-    if origin is list and arguments:
-        inner_type = arrow_type(arguments[0])
-        return pa.list_(inner_type) if inner_type is not None else None
-    return None
-
-
-def fits(found: pa.DataType, wanted: Any) -> bool:
-    """Whether a column of Arrow type `found` can be read as the Python annotation `wanted`."""
-    if wanted is np.ndarray or typing.get_origin(wanted) is np.ndarray:
-        return _is_numeric(found) or (pa.types.is_list(found) and _is_numeric(found.value_type))
-    kind = arrow_type(wanted)
-    if kind is None or kind == found:
-        return True
-    if pa.types.is_list(kind) and pa.types.is_list(found):
-        return _number_fits(found.value_type, kind.value_type)
-    return _number_fits(found, kind)
-
-
 def list_lengths(column: pa.ListArray) -> AnyArray:
     """Length of each list of a ragged column, int64 [rows]."""
     offsets: AnyArray = column.offsets.to_numpy()
@@ -140,15 +86,3 @@ def group_slices(records: pa.RecordBatch) -> list[tuple[int, int, int]]:
     ids = records.column(GROUP_ID).to_numpy()
     bounds = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
     return [(int(ids[start]), start, end - start) for start, end in itertools.pairwise(bounds) if end > start]
-
-
-def _is_numeric(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
-
-
-def _number_fits(found: pa.DataType, wanted: pa.DataType) -> bool:
-    if found == wanted:
-        return True
-    if pa.types.is_floating(wanted):
-        return bool(pa.types.is_floating(found) or pa.types.is_integer(found))
-    return bool(pa.types.is_integer(wanted) and pa.types.is_integer(found))

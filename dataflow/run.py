@@ -44,9 +44,9 @@ from dataflow.planning.this_machine import this_machine as this_machine
 from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import Run, Times, execute, take
 from dataflow.scheduler.table import Table
+from dataflow.structure import kept_by
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
-from dataflow.trainers import kept_by
 from dataflow.worker.host import Settings
 
 KEEP = "keep_steps"

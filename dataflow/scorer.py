@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from dataflow.errors import GraphError
-from dataflow.node import Context, Runtime, Weights
+from dataflow.node import Weights
+from dataflow.runtime import Context, Runtime
 from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per, ScorerKnobs
 from dataflow.stream import Rollout, Stream
 

@@ -86,15 +86,7 @@ def oldest_versions(versions: pa.ListArray | pa.ChunkedArray) -> AnyArray:
 
     versions: the column of that name, list<int32> with -1 where the mask is false.
     """
-    column = versions.combine_chunks() if isinstance(versions, pa.ChunkedArray) else versions
-    offsets = column.offsets.to_numpy()
-    values = column.values.to_numpy()[offsets[0] : offsets[-1]].astype(np.int64)
-    starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
-    oldest = np.full(len(column), NO_TOKEN, np.int64)
-    if len(values):
-        values[values < 0] = NO_TOKEN
-        oldest[lengths > 0] = np.minimum.reduceat(values, starts[lengths > 0])
-    return oldest
+    return _of_each(versions, np.minimum, NO_TOKEN)
 
 
 def newest_versions(versions: pa.ListArray | pa.ChunkedArray) -> AnyArray:
@@ -102,23 +94,20 @@ def newest_versions(versions: pa.ListArray | pa.ChunkedArray) -> AnyArray:
 
     versions: as `oldest_versions` has them.
     """
+    return _of_each(versions, np.maximum, -1)
+
+
+def _of_each(versions: pa.ListArray | pa.ChunkedArray, reduce: np.ufunc, none: int) -> AnyArray:
+    """The versions of each rollout reduced to one; `none` counts for tokens that the policy did not choose."""
     column = versions.combine_chunks() if isinstance(versions, pa.ChunkedArray) else versions
     offsets = column.offsets.to_numpy()
-    values = column.values.to_numpy()[offsets[0] : offsets[-1]]
+    values = column.values.to_numpy()[offsets[0] : offsets[-1]].astype(np.int64)
     starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
-    newest = np.full(len(column), -1, np.int64)
+    found = np.full(len(column), none, np.int64)
     if len(values):
-        newest[lengths > 0] = np.maximum.reduceat(values, starts[lengths > 0])
-    return newest
-
-
-def age(versions: AnyArray, trainer_version: int) -> int:
-    """Staleness of a rollout by its oldest token, in versions; 0 where the policy chose no token.
-
-    versions: of each token, int [tokens], -1 where the mask is false.
-    """
-    chosen = versions[versions >= 0]
-    return int(trainer_version - chosen.min()) if len(chosen) else 0
+        values[values < 0] = none
+        found[lengths > 0] = reduce.reduceat(values, starts[lengths > 0])
+    return found
 
 
 def sweep(oldest_versions: AnyArray, trainer_version: int, max_staleness: int) -> AnyArray:

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from dataflow.annotations import arrow_type
 from dataflow.model import Model
-from dataflow.node import Batch, Context, Generate, Learn, Runtime, Sink, Source
-from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type, schema
-from dataflow.traits import Traits
+from dataflow.node import Generate, Learn, Sink, Source, Traits
+from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, schema
+from dataflow.runtime import Batch, Context, Runtime
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +213,7 @@ class _Count(_Sleeps):
         rows = [self._groups.pop(group) for group in wanted]
         context = self._context
         if context.folder is not None and context.ledger is not None:
-            context.folder.write_rollouts(self._step, rows, node=context.own_folder)
+            context.folder.rollouts_of(context.own_folder).write(self._step, rows)
             context.ledger.commit_step(
                 node=context.node, step=self._step, version=self._step, source=self._source, trained=list(wanted),
                 dropped={}, metrics={}, checkpoint=None,

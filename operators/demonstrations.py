@@ -7,9 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from dataflow.model import Model
-from dataflow.node import Context, Generate, Runtime
+from dataflow.node import Generate, Traits
 from dataflow.records import PROMPT
-from dataflow.traits import Traits
+from dataflow.runtime import Context, Runtime
 
 
 @dataclass(frozen=True, eq=False)

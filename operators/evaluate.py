@@ -10,10 +10,10 @@ import pyarrow.compute as pc
 from dataflow.errors import OperatorError
 from dataflow.folder import retention
 from dataflow.folder.finished import Finished
-from dataflow.node import Batch, Context, Runtime, Sink
+from dataflow.node import Sink, Traits
 from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_slices
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.system.files import RunFolderError
-from dataflow.traits import Traits
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ class EvaluateRuntime(Runtime):
         ):
             return
         try:
-            context.folder.append_metrics(self._metrics(step, context.folder.read_evaluation(step)))
+            context.folder.append_metrics(self._metrics(step, context.folder.rollouts_of().read_evaluation(step)))
         except RunFolderError as error:
             context.log.warning("a round has no line of metrics", node=context.node, step=step, error=str(error))
 
@@ -194,7 +194,7 @@ class EvaluateRuntime(Runtime):
         )
         metrics = self._metrics(step, table)
         if context.folder is not None:
-            context.folder.write_evaluation(step, table)
+            context.folder.rollouts_of().write_evaluation(step, table)
         if context.ledger is not None:
             groups = {source: sorted(found.groups) for source, found in sources.items()}
             context.ledger.commit_round(context.node, step, groups)

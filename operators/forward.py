@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dataflow.node import Context, Runtime
+from dataflow.runtime import Context, Runtime
 from operators.forward_pass.knobs import ForwardKnobs, LogprobsKnobs, RewardKnobs
 
 

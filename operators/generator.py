@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dataflow.node import Context, Runtime
+from dataflow.runtime import Context, Runtime
 from operators.engine.knobs import GeneratorKnobs
 
 

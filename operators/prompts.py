@@ -8,10 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from dataflow.annotations import arrow_type
 from dataflow.errors import RecordError
-from dataflow.node import Context, Runtime, Source
-from dataflow.records import ERROR, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, arrow_type
-from dataflow.traits import Traits
+from dataflow.node import Source, Traits
+from dataflow.records import ERROR, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
+from dataflow.runtime import Context, Runtime
 from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
 from operators.sources.prompt_runtime import PromptRuntime
 from operators.sources.row_files import Fault, Origin, Replay

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dataflow.node import Context, Runtime
+from dataflow.runtime import Context, Runtime
 from operators.training.knobs import TrainerKnobs
 
 if TYPE_CHECKING:

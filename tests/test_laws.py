@@ -47,7 +47,7 @@ WAITS = {"wait", "acquire", "result", "communicate", "get", "join"}
 """Methods that wait for ever when they are called with nothing."""
 MAY_WAIT = rf"\.({'|'.join(sorted(WAITS))})\(\)|select\.select|subprocess\."
 ENDLESS = {
-    ("dataflow/scoring/calls.py", "todo.get()"): "a pool's process: its owner has the deadline, and kills it",
+    ("dataflow/scoring/at_work.py", "todo.get()"): "a pool's process: its owner has the deadline, and kills it",
     ("transport/weights/sharded/epoch_thread.py", "self._jobs.get()"): "a daemon for one epoch: its owner's to end",
     ("transport/weights/sharded/process_group.py", "work.wait()"): "behind a loop with a deadline: it is completed",
     ("operators/engine/parallel/group.py", "work.wait()"): "has the time-out of its process group",
@@ -213,7 +213,7 @@ def test_a_swapped_graph_is_checked_anew_as_a_whole() -> None:
 def test_a_rollouts_file_is_read_by_sql_without_this_project(tmp_path: Path) -> None:
     pytest.importorskip("duckdb")
     rows = pa.RecordBatch.from_pydict({"group_id": [0, 0, 1], "reward": [1.0, 0.0, 0.5], "tokens": [[1, 2], [3], []]})
-    path = RunFolder.create(tmp_path, "test").write_rollouts(1, [rows])
+    path = RunFolder.create(tmp_path, "test").rollouts_of().write(1, [rows])
     program = (
         "import sys, duckdb, pyarrow as pa; rollouts = pa.ipc.open_file(pa.memory_map(sys.argv[1])).read_all();"
         "print(duckdb.sql('select group_id, avg(reward), sum(len(tokens)) from rollouts group by 1 order by 1')"

@@ -10,10 +10,25 @@ from typing import Any
 
 import zmq
 
+from transport.security import HANDSHAKE_MS
+
+HEARTBEAT_MS, SILENT_MS = 2_000, 10_000
+"""Of ZeroMQ's own signs of life, which its thread gives while a worker computes for minutes: without them a connection
+is given up and made again; TCP alone would wait for minutes after a cut."""
 DEAD_MS = 3_000
 """Without an acknowledgement for so long a connection is given up."""
 CONNECT_MS = 500
 """For one try to make another; several round trips between hosts."""
+
+
+def watch(socket: "zmq.Socket[Any]", address: str) -> None:
+    """Have ZeroMQ notice that a connection is lost, of a socket that connects to an address, or listens there; before
+    it does."""
+    socket.set(zmq.IPV6, "[" in address)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    give_up_soon(socket, address)
 
 
 def give_up_soon(socket: "zmq.Socket[Any]", address: str) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from bench.chaos.figures import DRAWN
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.node import Batch, Context
 from dataflow.records import GROUP_ID
+from dataflow.runtime import Batch, Context
 from operators.generation.runtime import GeneratorRuntime
 
 if TYPE_CHECKING:

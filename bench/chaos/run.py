@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.learning.algorithms import examples
 from dataflow import Graph, Model, main, scorer
-from dataflow.node import Context
+from dataflow.runtime import Context
 from graphs.tasks import calculator
 from operators import Evaluate, Generator, Prompts, Trainer
 from operators.credit import advantage

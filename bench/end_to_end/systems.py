@@ -164,7 +164,7 @@ def _first_step_ended(result: Any) -> float:
     """By time.time(); the first rollouts file is written right after the first step."""
     from dataflow.folder.run_folder import RunFolder
 
-    return float(RunFolder.open(result.folder).step_file(1).stat().st_mtime)
+    return float(RunFolder.open(result.folder).rollouts_of().step_file(1).stat().st_mtime)
 
 
 def _lengths(result: Any, steps: int) -> list[list[int]]:
@@ -176,7 +176,7 @@ def _lengths(result: Any, steps: int) -> list[list[int]]:
 
     folder, found = RunFolder.open(result.folder), []
     for step in range(1, steps + 1):
-        masks = folder.read_rollouts(step).column(MASK).combine_chunks()
+        masks = folder.rollouts_of().read(step).column(MASK).combine_chunks()
         mask = masks.values.to_numpy(zero_copy_only=False).astype(np.int64)
         found.append(np.add.reduceat(mask, masks.offsets.to_numpy()[:-1]).tolist())
     return found

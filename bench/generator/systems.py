@@ -135,7 +135,7 @@ class Driven:
 def ours(setting: Setting) -> System:
     """Our engine, made as the generator makes it."""
     from dataflow.model import Model
-    from dataflow.node import Context
+    from dataflow.runtime import Context
     from operators.engine.make import make_engine
     from operators.generator import Generator
 
@@ -148,7 +148,7 @@ def ours(setting: Setting) -> System:
 def vllm_cpu(setting: Setting) -> System:
     """vLLM, from the environment that DATAFLOW_VLLM_PYTHON names; compiled where its environment can compile."""
     from dataflow.model import Model
-    from operators.engine.sampler import Sampling
+    from operators.engine.sampling import Sampling
     from operators.engine.vllm.engine import VllmEngine
     from operators.models.errors import ModelError
 

@@ -78,7 +78,7 @@ class Generating:
     def __init__(self, policy: Path, load: Load, precision: str, threads: int, address: str) -> None:
         """Build it and wait for the first version. Raises TimeoutError."""
         from dataflow.model import Model
-        from dataflow.node import Context
+        from dataflow.runtime import Context
         from operators.generator import Generator
         from transport.weights import WeightReader
 
@@ -96,7 +96,7 @@ class Generating:
 
     def run(self, load: Load) -> tuple[int, float, int]:
         """Push all prompts and work until every rollout is done: tokens, seconds, versions adopted."""
-        from dataflow.node import Batch
+        from dataflow.runtime import Batch
 
         before, tokens = self._version(), 0
         began = time.perf_counter()

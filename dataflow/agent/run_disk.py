@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import RunError
-from dataflow.folder.finished import number_finished
+from dataflow.folder.rollback import number_finished
 from dataflow.system.files import disk
 from dataflow.system.security import RunKeys
 

@@ -1,81 +1,177 @@
-"""Rollouts that are finished and not trained yet, in Arrow files of the run folder: no crash makes anybody generate
-them again.
+"""What a generator keeps of groups until they have an outcome, in Arrow files of the run folder: no crash makes anybody
+generate finished rollouts again.
 
-A generator's process appends every group before it sends it on, and lets go of it when it has an outcome: files
-<node>/<replica>-<attempt>-<number>.<source>.arrows (dataflow.folder.arrow_log).
+Each process appends to files of its own, <node>/<replica>-<attempt>-<number>.<source>.<kind>, and removes one when
+nobody needs its groups. A file ends where a crash tore it: what stands before is whole, because each batch is checked
+when it is read.
 """
 
-from collections.abc import Callable, Collection
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.folder.arrow_log import FILE_BYTES, ArrowLog
 from dataflow.records import GROUP_ID, group_slices
+from dataflow.system.files import disk
+
+FILE_BYTES = 32 << 20
+"""After so much a file is ended and another begun, so that the disk is given back."""
 
 
-class Finished:
-    """The finished groups of one source of one generator.
+@dataclass(eq=False)
+class File:
+    """One file, and its groups that are not done with."""
 
-    consumes: rows by `append`; the news that groups have an outcome, by `forget`
-    produces: the rows of a group that some process finished before, by `find`
+    path: Path
+    groups: set[int] = field(default_factory=set)
+
+    def read(self) -> Iterator[pa.RecordBatch]:
+        """The whole batches, mapped into memory, up to where a crash tore the file."""
+        with contextlib.suppress(pa.ArrowException, OSError, EOFError):
+            reader = pa.ipc.open_stream(pa.memory_map(str(self.path)))
+            while True:
+                try:
+                    batch = reader.read_next_batch()
+                except StopIteration:
+                    return
+                batch.validate(full=True)
+                yield batch
+
+
+class GroupFiles:
+    """Rows of the groups of one source of one generator.
+
+    consumes: rows; the news that groups have an outcome, by `forget`
+    produces: the rows of a group that earlier processes wrote
     waits for: the disk
     unblocked by: -
     """
+
+    kind: ClassVar[str]
+    """How names of files end."""
+    schema: ClassVar[pa.Schema | None] = None
+    """Files of another are passed over; None: none is."""
+    once: ClassVar[bool] = True
+    """Whether the first rows that are found of a group are all of it."""
 
     def __init__(
         self, folder: Path, source: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES,
         waited_for: Callable[[], Collection[int]] | None = None,
     ) -> None:  # fmt: skip
-        """folder: that of the node. No two processes of a run have the same replica and attempt.
+        """folder: that of the node. No two processes that live at the same time have the same replica and attempt.
 
         waited_for: asked when the first group is looked for, which is then the time of `load`: all nodes have started
         by then, and a trainer that had to has gone back."""
-        self._files = ArrowLog(folder, f"{source}.arrows", replica=replica, attempt=attempt, file_bytes=file_bytes)
-        self._waited_for = waited_for
-        self._found: dict[int, pa.RecordBatch] = {}
+        self._folder, self._ending, self._replica, self._attempt = folder, f"{source}.{self.kind}", replica, attempt
+        self._file_bytes, self._waited_for = file_bytes, waited_for
+        self._file: File | None = None
+        self._sink: pa.OSFile | None = None
+        self._writer: pa.ipc.RecordBatchStreamWriter | None = None
+        self._by_group: dict[int, list[File]] = {}
+        self._found: dict[int, list[pa.RecordBatch]] = {}
         """Rows of earlier processes by group, mapped into memory, not read into it."""
 
     def load(self, waited_for: Collection[int]) -> None:
-        """Look at what all processes finished: of the groups waited for it is kept. Files of this replica's earlier
-        attempts that have none of them are removed; other replicas may be writing theirs."""
+        """Look at what all processes wrote, of each in its order: of the groups waited for it is kept. Files of this
+        replica's earlier attempts that have none of them are removed; other replicas may be writing theirs."""
         wanted = set(waited_for)
-        for file in self._files.earlier():
+        for path in sorted(self._folder.glob(f"*.{self._ending}"), key=_place):
+            file = File(path)
             for batch in file.read():
+                if self.schema is not None and not batch.schema.equals(self.schema):
+                    break
                 for group, first, count in group_slices(batch):
-                    if group in wanted and group not in self._found:
-                        self._found[group] = batch.slice(first, count)
-                        self._files.hold(file, group)
-            self._files.let_go(file)
-
-    def find(self, group: int) -> pa.RecordBatch | None:
-        """The rows of a group that an earlier process finished; None where there is none."""
-        if self._waited_for is not None:
-            waited_for, self._waited_for = self._waited_for(), None
-            self.load(waited_for)
-        return self._found.get(group)
-
-    def append(self, rows: pa.RecordBatch) -> None:
-        """Write whole groups down, before they are sent on. Raises RunFolderError when the disk refuses."""
-        self._files.append(rows, pc.unique(rows.column(GROUP_ID)).to_pylist())
+                    if group in wanted and not (self.once and group in self._found):
+                        self._found.setdefault(group, []).append(batch.slice(first, count))
+                        self._hold(file, group)
+            self._let_go(file)
 
     def forget(self, group: int) -> None:
-        """The group has an outcome. A file that holds no other is removed."""
+        """The group has an outcome. Files that hold no other are removed."""
         self._found.pop(group, None)
-        self._files.forget(group)
+        for file in self._by_group.pop(group, ()):
+            file.groups.discard(group)
+            self._let_go(file)
 
     def close(self) -> None:
         """End the file that is being written; nothing is left of it when all its groups are done with."""
-        self._files.close()
+        file = self._file
+        self._end()
+        if file is not None:
+            self._let_go(file)
 
+    def _earlier(self, group: int) -> list[pa.RecordBatch]:
+        """The rows of a group that earlier processes wrote."""
+        if self._waited_for is not None:
+            waited_for, self._waited_for = self._waited_for(), None
+            self.load(waited_for)
+        return self._found.get(group, [])
 
-def number_finished(folder: Path, part: int) -> None:
-    """Give files of finished rollouts, and of parts, names that no later process gives: 0-part1-0-0.source.arrows.
+    def _write(self, rows: pa.RecordBatch, groups: Iterable[int]) -> None:
+        """Write rows of these groups down. Raises RunFolderError when the disk refuses."""
+        with disk("writing", self._folder):
+            writer, file = self._open(rows.schema)
+            writer.write_batch(rows)
+            assert self._sink is not None, "it was opened with the writer"
+            is_full = self._sink.tell() > self._file_bytes
+        for group in groups:
+            self._hold(file, group)
+        if is_full:
+            self._end()
 
-    folder: of the run. part: how often it was taken up, this time included."""
-    files = folder / "finished"
-    for path in [*files.rglob("*.arrows"), *files.rglob("*.parts")]:
+    def _hold(self, file: File, group: int) -> None:
+        """The file is needed as long as this group is not done with."""
+        if group not in file.groups:
+            file.groups.add(group)
+            self._by_group.setdefault(group, []).append(file)
+
+    def _let_go(self, file: File) -> None:
+        """Remove a file in which no group is waited for, unless it is written to; other replicas may write theirs."""
+        if not file.groups and file is not self._file and self._is_own(file.path):
+            file.path.unlink(missing_ok=True)
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether the process that wrote it was this replica, or belonged to a part of the run that has ended."""
         replica, _, rest = path.name.partition("-")
-        if not rest.startswith("part"):
-            path.replace(path.with_name(f"{replica}-part{part}-{rest}"))
+        return replica == str(self._replica) or rest.startswith("part")
+
+    def _open(self, schema: pa.Schema) -> tuple[pa.ipc.RecordBatchStreamWriter, File]:
+        if self._writer is None or self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            names = (f"{self._replica}-{self._attempt}-{number}.{self._ending}" for number in itertools.count())
+            self._file = File(next(path for name in names if not (path := self._folder / name).exists()))
+            self._sink = pa.OSFile(str(self._file.path), "wb")
+            self._writer = pa.ipc.new_stream(self._sink, schema)
+        return self._writer, self._file
+
+    def _end(self) -> None:
+        if self._writer is not None and self._sink is not None:
+            with disk("writing", self._folder):
+                self._writer.close()
+                self._sink.close()
+        self._writer = self._sink = self._file = None
+
+
+class Finished(GroupFiles):
+    """The finished groups of one source of one generator, and not trained yet."""
+
+    kind = "arrows"
+
+    def find(self, group: int) -> pa.RecordBatch | None:
+        """The rows of a group that an earlier process finished; None where there is none."""
+        return next(iter(self._earlier(group)), None)
+
+    def append(self, rows: pa.RecordBatch) -> None:
+        """Write whole groups down, before they are sent on. Raises RunFolderError when the disk refuses."""
+        self._write(rows, pc.unique(rows.column(GROUP_ID)).to_pylist())
+
+
+def _place(path: Path) -> tuple[str, int]:
+    """Sorts the files of a process by their number."""
+    process, _, number = path.name.partition(".")[0].rpartition("-")
+    return process, int(number) if number.isdecimal() else 0

@@ -1,22 +1,21 @@
 """What unfinished rollouts have drawn, in Arrow files of the run folder: a crash costs a long rollout its last tokens.
 
 A generator's process appends what rollouts have grown by now and then, and lets go of a group when it has an outcome:
-files <node>/<replica>-<attempt>-<number>.<source>.parts (dataflow.folder.arrow_log) beside the finished ones. The rows
+files <node>/<replica>-<attempt>-<number>.<source>.parts (dataflow.folder.finished) beside the finished ones. The rows
 that one process wrote of a rollout are a line; lines are never joined with one another, as other weights may have
 drawn them.
 """
 
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from dataflow.folder.arrow_log import FILE_BYTES, ArrowLog
+from dataflow.folder.finished import GroupFiles
 from dataflow.records import (
     COMPLETION,
     FINISH_REASON,
@@ -77,67 +76,29 @@ class PartialRow:
     rollout: PartialRollout
 
 
-class PartialRolloutFiles:
-    """The unfinished rollouts of one source of one generator.
+class PartialRolloutFiles(GroupFiles):
+    """The unfinished rollouts of one source of one generator."""
 
-    consumes: rows by `append`; the news that groups have an outcome, by `forget`
-    produces: what is kept of a group's rollouts from earlier processes, by `find`
-    waits for: the disk
-    unblocked by: -
-    """
-
-    def __init__(
-        self, folder: Path, source: str, *, replica: int = 0, attempt: int = 0, file_bytes: int = FILE_BYTES,
-        waited_for: Callable[[], Collection[int]] | None = None,
-    ) -> None:  # fmt: skip
-        """folder: that of the node. No two processes that live at the same time have the same replica and attempt.
-
-        waited_for: as `dataflow.folder.finished.Finished` has it."""
-        self._files = ArrowLog(folder, f"{source}.parts", replica=replica, attempt=attempt, file_bytes=file_bytes)
-        self._schema = SCHEMA.with_metadata({LINE: uuid.uuid4().hex})
-        self._waited_for = waited_for
-        self._found: dict[int, list[tuple[pa.RecordBatch, int]]] = defaultdict(list)
-        """Rows of earlier processes by group, mapped into memory, not read into it."""
-
-    def load(self, waited_for: Collection[int]) -> None:
-        """Look at what all processes kept: of the groups waited for it can be found. Files of this replica's earlier
-        attempts that have none of them are removed; other replicas may be writing theirs."""
-        wanted = set(waited_for)
-        for file in self._files.earlier():
-            for batch in file.read():
-                if not batch.schema.equals(SCHEMA):
-                    break
-                for row, group in enumerate(batch.column(GROUP_ID).to_pylist()):
-                    if group in wanted:
-                        self._found[group].append((batch, row))
-                        self._files.hold(file, group)
-            self._files.let_go(file)
+    kind, schema, once = "parts", SCHEMA, False
+    _line: pa.Schema | None = None
+    """With the name of the line that this process writes."""
 
     def find(self, group: int) -> list[PartialRow]:
         """What each earlier process kept of each of the group's rollouts, whole from its first token: the longest
         first."""
-        if self._waited_for is not None:
-            waited_for, self._waited_for = self._waited_for(), None
-            self.load(waited_for)
         lines: dict[tuple[bytes, int], list[PartialRow]] = defaultdict(list)
-        for batch, row in self._found.get(group, ()):
-            found = _row(batch, row)
-            lines[batch.schema.metadata[LINE.encode()], found.position].append(found)
-        whole = [line for rows in lines.values() if (line := joined(rows)) is not None]
+        for rows in self._earlier(group):
+            for at in range(rows.num_rows):
+                row = _row(rows, at)
+                lines[rows.schema.metadata[LINE.encode()], row.position].append(row)
+        whole = [line for of_line in lines.values() if (line := joined(of_line)) is not None]
         return sorted(whole, key=lambda row: (-row.rollout.end, row.rollout.finish_reason is None))
 
     def append(self, rows: Sequence[PartialRow]) -> None:
         """Write rows down. Raises RunFolderError when the disk refuses."""
-        self._files.append(_batch(rows, self._schema), dict.fromkeys(row.group for row in rows))
-
-    def forget(self, group: int) -> None:
-        """The group has an outcome. Files that hold no other are removed."""
-        self._found.pop(group, None)
-        self._files.forget(group)
-
-    def close(self) -> None:
-        """End the file that is being written; nothing is left of it when all its groups are done with."""
-        self._files.close()
+        if self._line is None:
+            self._line = SCHEMA.with_metadata({LINE: uuid.uuid4().hex})
+        self._write(_batch(rows, self._line), dict.fromkeys(row.group for row in rows))
 
 
 def joined(rows: Iterable[PartialRow]) -> PartialRow | None:

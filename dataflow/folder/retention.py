@@ -38,7 +38,7 @@ def remove(
         if upto > gone(ledger, node):
             ledger.set_facts({f"{FACT}/{node}": upto})
             ledger.flush()
-        for step, path in folder.rollout_files(kind, node=own):
+        for step, path in folder.rollouts_of(own).files(kind):
             if step <= upto:
                 folder.extras.remove(path)
     except (RunFolderError, LedgerError) as error:

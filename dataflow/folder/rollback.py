@@ -11,7 +11,7 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.folder.arrow_log import File
+from dataflow.folder.finished import File
 from dataflow.records import GROUP_ID, VERSIONS
 from dataflow.staleness import newest_versions
 from dataflow.system.files import disk, write_atomically
@@ -58,3 +58,14 @@ def _whole_groups(batch: pa.RecordBatch, good: pa.BooleanArray) -> pa.RecordBatc
     """The groups of which every row is good."""
     bad = pc.unique(batch.filter(pc.invert(good)).column(GROUP_ID))
     return batch.filter(pc.invert(pc.is_in(batch.column(GROUP_ID), bad)))
+
+
+def number_finished(folder: Path, part: int) -> None:
+    """Give files of finished rollouts, and of parts, names that no later process gives: 0-part1-0-0.source.arrows.
+
+    folder: of the run. part: how often it was taken up, this time included."""
+    files = folder / "finished"
+    for path in [*files.rglob("*.arrows"), *files.rglob("*.parts")]:
+        replica, _, rest = path.name.partition("-")
+        if not rest.startswith("part"):
+            path.replace(path.with_name(f"{replica}-part{part}-{rest}"))

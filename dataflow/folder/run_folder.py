@@ -7,21 +7,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
-
-import pyarrow as pa
+from typing import Any
 
 from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.placing import Placing
-from dataflow.system.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
+from dataflow.folder.rollout_files import RolloutFiles
+from dataflow.system.files import RunFolderError, disk, to_json
 from dataflow.system.optional_files import Extras, Kind, read_lines, read_map, stream_lines
-
-COMPRESSED_BYTES = 1 << 20
-"""Of rows, from which on a file of them is compressed: 4 ms for each MiB, of which 0.4 MiB are left. Smaller ones would
-cost a short step, and whoever reads thousands of them, more than they save."""
-_ZSTD = pa.Codec("zstd", 1)
-
-Rows: TypeAlias = pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch]
 
 
 @dataclass(frozen=True)
@@ -99,6 +91,10 @@ class RunFolder:
         """Arrow files of all that was trained and evaluated."""
         return self.path / "rollouts"
 
+    def rollouts_of(self, node: str | None = None) -> RolloutFiles:
+        """Those of one trainer; `node` where several keep their own."""
+        return RolloutFiles(self.rollouts / (node or ""), self.placing)
+
     def finished(self, node: str) -> Path:
         """Where a generator keeps rollouts until they have an outcome (dataflow.folder.finished)."""
         return self.path / "finished" / node
@@ -125,14 +121,6 @@ class RunFolder:
     def log(self, node: str, rank: int = 0) -> Path:
         """Log file of one rank of a node."""
         return self.logs / f"{node}-{rank}.log"
-
-    def step_file(self, step: int, *, node: str | None = None) -> Path:
-        """Arrow file of what step `step` trained; `node` where several trainers keep their own."""
-        return self._rollout_folder(node) / f"step-{step:06d}.arrow"
-
-    def evaluation_file(self, step: int, *, node: str | None = None) -> Path:
-        """Arrow file of what the evaluation at `step` read."""
-        return self._rollout_folder(node) / f"eval-{step:06d}.arrow"
 
     def latest_checkpoint(self, at_most: int | None = None, *, node: str | None = None) -> Path | None:
         """Folder of the newest checkpoint that is committed and undamaged, None if there is none."""
@@ -169,44 +157,6 @@ class RunFolder:
         self.placing.see(self.metrics)
         return read_lines(self.metrics, self.extras.tell)
 
-    def write_rollouts(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
-        """Write what `step` trained, before it is committed to the ledger. Errors: RunFolderError.
-
-        Whole or not there after any crash of the process; flush_rollouts() is for power cuts.
-        """
-        return self._put(self.step_file(step, node=node), rows)
-
-    def flush_rollouts(self, steps: Iterable[int], *, node: str | None = None) -> None:
-        """Bring the files of these steps to the disk itself, before the checkpoint after them is marked.
-
-        So a power cut takes at most what a resume from that checkpoint makes again. Errors: RunFolderError.
-        """
-        folder = self._rollout_folder(node)
-        with disk("flushing", folder):
-            for step in steps:
-                flush_to_disk(self.step_file(step, node=node))
-            flush_to_disk(folder)
-
-    def read_rollouts(self, step: int, *, node: str | None = None) -> pa.Table:
-        """What step `step` trained, in order. Errors: RunFolderError when the file is missing or damaged."""
-        self.placing.see(self.step_file(step, node=node))
-        return read_arrow(self.step_file(step, node=node))
-
-    def write_evaluation(self, step: int, rows: Rows, *, node: str | None = None) -> Path:
-        """Write what the evaluation at `step` read. Errors: RunFolderError."""
-        return self._put(self.evaluation_file(step, node=node), rows)
-
-    def read_evaluation(self, step: int, *, node: str | None = None) -> pa.Table:
-        """What the evaluation at `step` read. Errors: RunFolderError when the file is missing or damaged."""
-        self.placing.see(self.evaluation_file(step, node=node))
-        return read_arrow(self.evaluation_file(step, node=node))
-
-    def rollout_files(self, kind: str, *, node: str | None = None) -> list[tuple[int, Path]]:
-        """Steps and paths of the files that there are, ascending. kind: step | eval."""
-        paths = self._rollout_folder(node).glob(f"{kind}-*.arrow")
-        found = [(re.fullmatch(rf"{kind}-(\d+)\.arrow", path.name), path) for path in paths]
-        return sorted((int(match[1]), path) for match, path in found if match)
-
     @property
     def size_bytes(self) -> int:
         """Of all files in the folder; what goes meanwhile counts as nothing."""
@@ -216,16 +166,6 @@ class RunFolder:
                 with contextlib.suppress(OSError):
                     total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118
         return total
-
-    def _put(self, path: Path, rows: Rows) -> Path:
-        written = self.placing.aside(path)
-        write_arrow(written, rows)
-        if written != path:
-            self.placing.place(written, path, None)
-        return path
-
-    def _rollout_folder(self, node: str | None) -> Path:
-        return self.rollouts / node if node else self.rollouts
 
 
 def surviving(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -238,45 +178,6 @@ def surviving(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         known = line.get("node"), line.get("step")
         found[number if None in known else (*known, "eval_accuracy" in line)] = dict(line)
     return list(found.values())
-
-
-def write_arrow(path: Path, rows: Rows) -> None:
-    """Write rows as an Arrow IPC file at `path`, whole or not at all. Errors: RunFolderError."""
-    table = rows if isinstance(rows, pa.Table) else _table(path, rows)
-    with disk("writing", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: _put_table(file, table), flush=False)
-
-
-def read_arrow(path: Path) -> pa.Table:
-    """The rows of an Arrow IPC file, checked before they are touched. Errors: RunFolderError."""
-    try:
-        with disk("reading", path):
-            content = path.read_bytes()
-        table = pa.ipc.open_file(content).read_all()
-        table.validate(full=True)
-        return table
-    except pa.ArrowException as error:
-        raise RunFolderError(
-            f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: "
-            f"take it from a backup, or resume from a checkpoint before it"
-        ) from error
-
-
-def _table(path: Path, rows: pa.RecordBatch | Iterable[pa.RecordBatch]) -> pa.Table:
-    batches = [rows] if isinstance(rows, pa.RecordBatch) else list(rows)
-    try:
-        return pa.Table.from_batches(batches)
-    except (pa.ArrowException, ValueError) as error:
-        raise RunFolderError(
-            f"rows for '{path}' do not make one table: {error}; give at least one batch, all of one schema"
-        ) from error
-
-
-def _put_table(file: BinaryIO, table: pa.Table) -> None:
-    options = pa.ipc.IpcWriteOptions(compression=_ZSTD if table.nbytes >= COMPRESSED_BYTES else None)
-    with pa.ipc.new_file(file, table.schema, options=options) as writer:
-        writer.write_table(table)
 
 
 def _new_folder(root: Path, name: str) -> Path:

@@ -12,8 +12,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.node import Operator
 from dataflow.planning.plan import Plan
-from dataflow.structure import sources_of
-from dataflow.trainers import feeding, leading, trainers
+from dataflow.structure import feeding, leading, sources_of, trainers
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

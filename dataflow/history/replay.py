@@ -14,15 +14,15 @@ import pyarrow.compute as pc
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.ledger import Ledger, MadeStep
-from dataflow.folder.ledger.writes import some
+from dataflow.folder.ledger.calls import some
 from dataflow.folder.retention import KNOB, gone
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.history.describe import graph_facts
 from dataflow.history.resume import Recorded, check_same
 from dataflow.records import GROUP_ID
+from dataflow.structure import own_folder, trainers
 from dataflow.system.files import RunFolderError
-from dataflow.trainers import own_folder, trainers
 
 FLAG = "--replay"
 """Of every program that calls `main(build)`: what `dataflow replay` starts it with."""
@@ -177,11 +177,11 @@ def steps_to_train(node: str, made: Sequence[MadeStep], start: int, last: int | 
 
 def rows_of(folder: RunFolder, step: MadeStep, own: str | None) -> pa.Table:
     """What a step trained. Errors: RunFolderError when the file is missing, damaged, or of other groups."""
-    table = folder.read_rollouts(step.step, node=own)
+    table = folder.rollouts_of(own).read(step.step)
     found = pc.unique(table.column(GROUP_ID)).to_pylist()
     if found != list(step.trained):
         raise RunFolderError(
-            f"'{folder.step_file(step.step, node=own)}' holds other groups than step {step.step} trained: found "
+            f"'{folder.rollouts_of(own).step_file(step.step)}' holds other groups than step {step.step} trained: found "
             f"{some(found)} instead of {some(step.trained)}; it was overwritten, or taken from another run"
         )
     return table

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError, RunError
-from dataflow.folder.finished import number_finished
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.rollback import number_finished
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph

@@ -18,7 +18,8 @@ from dataflow import records
 from dataflow.errors import RunError
 from dataflow.folder.ledger import Fate, Ledger
 from dataflow.folder.retention import KNOB, not_kept
-from dataflow.folder.run_folder import RunFolder, read_arrow
+from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import to_json
 
 _SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS}

@@ -18,7 +18,7 @@ from dataflow.folder.swaps import read_swaps
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.planning.hosts import named
-from dataflow.trainers import lines_of
+from dataflow.structure import lines_of
 
 
 def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:

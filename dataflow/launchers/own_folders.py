@@ -7,16 +7,16 @@ from dataflow.errors import GraphError, RunError
 from dataflow.folder.copies.bringing_back import bring_checkpoint
 from dataflow.folder.copies.parts import Copies
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.calls import SetPlace
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import ListPlaces
+from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.node import Generate
 from dataflow.planning.hosts import named
 from dataflow.planning.plan import Plan
 from dataflow.scoring.joining import Join
-from dataflow.trainers import own_folder, trainers
+from dataflow.structure import own_folder, trainers
 
 
 def check_own_folders(graph: Graph, plan: Plan) -> None:

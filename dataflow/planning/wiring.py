@@ -11,8 +11,7 @@ from dataflow.records import Columns, version_column
 from dataflow.scorer import Scorer
 from dataflow.staleness import Bound, capacity
 from dataflow.stream import Stream
-from dataflow.structure import Structure, group_size, prompts_of, readers_of, sinks_of, sources_of
-from dataflow.trainers import feeding, own_folder
+from dataflow.structure import Structure, feeding, group_size, own_folder, prompts_of, readers_of, sinks_of, sources_of
 
 _CAPACITY_ROWS = 4096
 _PROMPTS = 512

@@ -28,10 +28,10 @@ from dataflow.scheduler.control_server import ControlServer, HostsControlServer,
 from dataflow.scheduler.inline import InlineRun
 from dataflow.scheduler.progress import Watch
 from dataflow.scheduler.state_machine import RunStateMachine
+from dataflow.structure import own_folder, trainers
 from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.optional_files import Extras, warn
 from dataflow.system.processes import machine
-from dataflow.trainers import own_folder, trainers
 from dataflow.worker.host import Settings
 from dataflow.worker.swapped import swapped
 

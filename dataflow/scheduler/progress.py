@@ -13,7 +13,7 @@ from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.trainers import feeding, leading, lines_of
+from dataflow.structure import feeding, leading, lines_of
 
 _WINDOW_S = 5.0
 _SUMS = ("busy", "idle", "blocked")

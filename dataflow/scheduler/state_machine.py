@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.planning.plan import Plan
-from dataflow.structure import Structure, sources_of
-from dataflow.trainers import leading
+from dataflow.structure import Structure, leading, sources_of
 from dataflow.worker.messages import NodeCommand
 
 

@@ -1,24 +1,42 @@
-"""A pool's process at work: it makes the calls that it is sent and answers."""
+"""What a pool and its processes say to each other, and how one makes calls: each by itself, its answers together."""
 
-import asyncio
-import contextlib
-import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dataflow.scoring.messages import Answers, Calls
 from dataflow.system.channel import Channel
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Codec, Plain
 
 Call = Callable[[int], Any]
 Source = memoryview  # three words shared with the owner: chunk (-1: none), call, start in ns
 
 GATHER_NS = 5_000_000
 SLOW_NS = 200_000
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls to be made."""
+
+    chunk: int
+    calls: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Calls that were made."""
+
+    chunk: int
+    calls: list[int]
+    values: Plain
+    """One for each call; None where it failed."""
+    failures: Mapping[int, str]
+    """What went wrong, by call."""
+
+
+CALLS: Codec[Any] = Codec("scorers-calls", 1, Calls, Answers, max_bytes=1 << 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,23 +63,7 @@ class Settings:
         return f"no answer within {self.timeout_s:g} s"
 
 
-def make_calls(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
-    """Make calls until the owner is gone (EOFError or OSError).
-
-    consumes: calls (`Calls`)
-    produces: answers (`Answers`), each call once
-    waits for: the next message, and the calls themselves, whose limit the owner keeps
-    unblocked by: a message, or the end of the owner
-    """
-    if settings.is_async:
-        asyncio.run(_by_tasks(channel, sources, settings))
-    elif len(sources) > 1:
-        _by_threads(channel, sources, settings)
-    else:
-        _one_by_one(channel, sources[0], settings)
-
-
-class _Answers:
+class Gathered:
     """Answers that gather until it is time to send them; not locked."""
 
     def __init__(self) -> None:
@@ -69,6 +71,7 @@ class _Answers:
         self._gathered: dict[int, tuple[list[int], list[Any], dict[int, str]]] = {}
 
     def add(self, chunk: int, call: int, value: Any, failure: str | None) -> None:
+        """One more; of a call that failed, why."""
         calls, values, failures = self._gathered.setdefault(chunk, ([], [], {}))
         calls.append(call)
         values.append(value)
@@ -76,6 +79,7 @@ class _Answers:
             failures[call] = failure
 
     def are_due(self, took_ns: int) -> bool:
+        """Whether to send them now, after a call that took so long."""
         return took_ns > SLOW_NS or time.monotonic_ns() - self._sent_ns > GATHER_NS
 
     def take(self) -> list[Answers]:
@@ -85,117 +89,23 @@ class _Answers:
         return [Answers(chunk, *answers) for chunk, answers in gathered.items()]
 
 
-def _one_by_one(channel: Channel[Any], source: Source, settings: Settings) -> None:
-    answers = _Answers()
-    clock = time.monotonic_ns
-    for message in _messages(channel):
-        call = _prepared(message.payload, settings)
-        for index in range(message.calls):
-            start = clock()
-            _enter(source, message.chunk, index, start)
-            answer = _attempt(call, index, settings)
-            source[0] = -1
-            answers.add(message.chunk, index, *answer)
-            if answers.are_due(clock() - start):
-                _send(channel, answers)
-        _send(channel, answers)
-
-
-def _by_threads(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
-    todo: queue.SimpleQueue[tuple[int, int, Call]] = queue.SimpleQueue()
-    answers = _Answers()
-    lock = threading.Lock()
-
-    def work(source: Source) -> None:
-        while True:
-            chunk, index, call = todo.get()
-            start = time.monotonic_ns()
-            _enter(source, chunk, index, start)
-            answer = _attempt(call, index, settings)
-            source[0] = -1
-            with lock:
-                answers.add(chunk, index, *answer)
-                if todo.empty() or answers.are_due(time.monotonic_ns() - start):
-                    try:
-                        _send(channel, answers)
-                    except OSError:
-                        os._exit(0)
-
-    for source in sources:
-        threading.Thread(target=work, args=(source,), daemon=True).start()
-    for message in _messages(channel):
-        call = _prepared(message.payload, settings)
-        for index in range(message.calls):
-            todo.put((message.chunk, index, call))
-
-
-async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
-    loop = asyncio.get_running_loop()
-    todo: asyncio.Queue[tuple[int, int, Call]] = asyncio.Queue()
-    answers = _Answers()
-
-    def flush() -> None:
-        with contextlib.suppress(OSError):  # that the owner is gone shows when reading
-            channel.flush()
-        if not channel.has_output:
-            loop.remove_writer(channel.fileno())
-
-    def send() -> None:
-        with contextlib.suppress(OSError):
-            for message in answers.take():
-                channel.post(message)
-        if channel.has_output:
-            loop.add_writer(channel.fileno(), flush)
-
-    def read() -> None:
-        try:
-            messages = channel.arrived()
-        except (EOFError, OSError, MessageError):
-            os._exit(0)
-        for message in messages:
-            call = _prepared(message.payload, settings)
-            for index in range(message.calls):
-                todo.put_nowait((message.chunk, index, call))
-
-    async def work(source: Source) -> None:
-        while True:
-            chunk, index, call = await todo.get()
-            _enter(source, chunk, index, time.monotonic_ns())
-            answer = await _attempt_async(call, index, settings)
-            source[0] = -1
-            answers.add(chunk, index, *answer)
-            loop.call_soon(send)
-
-    loop.add_reader(channel.fileno(), read)
-    async with asyncio.TaskGroup() as workers:
-        for source in sources:
-            workers.create_task(work(source))
-
-
-def _enter(source: Source, chunk: int, index: int, now_ns: int) -> None:
+def enter(source: Source, chunk: int, index: int, now_ns: int) -> None:
     """Show the owner which call begins; the chunk last, because it marks the entry as valid."""
     source[2] = now_ns
     source[1] = index
     source[0] = chunk
 
 
-def _attempt(call: Call, index: int, settings: Settings) -> tuple[Any, str | None]:
+def attempt(call: Call, index: int, settings: Settings) -> tuple[Any, str | None]:
+    """Make a call: its value, or why it failed."""
     try:
         return call(index), None
     except BaseException as error:
         return None, settings.describe(error)
 
 
-async def _attempt_async(call: Call, index: int, settings: Settings) -> tuple[Any, str | None]:
-    limit = asyncio.timeout(settings.timeout_s)
-    try:
-        async with limit:
-            return await call(index), None
-    except BaseException as error:
-        return None, settings.late if limit.expired() else settings.describe(error)
-
-
-def _prepared(payload: bytes, settings: Settings) -> Call:
+def prepared(payload: bytes, settings: Settings) -> Call:
+    """What makes the calls of a chunk; each fails where that cannot be read."""
     try:
         return settings.prepare(payload)
     except Exception as error:
@@ -207,12 +117,30 @@ def _prepared(payload: bytes, settings: Settings) -> Call:
         return refuse
 
 
-def _messages(channel: Channel[Any]) -> Iterator[Calls]:
+def messages(channel: Channel[Any]) -> Iterator[Calls]:
     """What the owner sends, until it is gone. Raises EOFError then."""
     while channel.readable(None):
         yield from channel.arrived()
 
 
-def _send(channel: Channel[Any], answers: _Answers) -> None:
+def send(channel: Channel[Any], answers: Gathered) -> None:
+    """All that gathered."""
     for message in answers.take():
         channel.send(message)
+
+
+def one_by_one(channel: Channel[Any], source: Source, settings: Settings) -> None:
+    """Make calls in their order, until the owner is gone (EOFError or OSError)."""
+    answers = Gathered()
+    clock = time.monotonic_ns
+    for message in messages(channel):
+        call = prepared(message.payload, settings)
+        for index in range(message.calls):
+            start = clock()
+            enter(source, message.chunk, index, start)
+            answer = attempt(call, index, settings)
+            source[0] = -1
+            answers.add(message.chunk, index, *answer)
+            if answers.are_due(clock() - start):
+                send(channel, answers)
+        send(channel, answers)

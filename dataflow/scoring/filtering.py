@@ -5,8 +5,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.node import Context
 from dataflow.records import DROP_REASON
+from dataflow.runtime import Context
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.runtime import Scoring, caller_of
 

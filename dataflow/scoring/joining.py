@@ -8,8 +8,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.errors import RecordError
-from dataflow.node import Batch, Context, Operator, Runtime
+from dataflow.node import Operator
 from dataflow.records import DROP_REASON, ERROR, GROUP_ID, ROLLOUT_ID
+from dataflow.runtime import Batch, Context, Runtime
 
 _ROOM = 4096
 

@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeVar
 import pyarrow as pa
 
 from dataflow.errors import GraphError
-from dataflow.node import Transform
+from dataflow.node import Traits, Transform
 from dataflow.records import ERROR, Columns
 from dataflow.scoring.signature import Signature, read_signature, where_defined
-from dataflow.traits import Traits
 
 P = ParamSpec("P")
 T_co = TypeVar("T_co", covariant=True)

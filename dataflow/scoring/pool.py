@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.errors import WorkerDied
-from dataflow.scoring.calls import Settings
-from dataflow.scoring.messages import CALLS, End, Ended, Lost, Spawn, Spawned
+from dataflow.scoring.calls import CALLS, Settings
 from dataflow.scoring.process import Chunk, Frame, Piece, Process, memory_kb, pieces_of
-from dataflow.scoring.server import LANE_WORDS, let_go_on, start_server
+from dataflow.scoring.server import LANE_WORDS, End, Ended, Lost, Spawn, Spawned, let_go_on, start_server
 from dataflow.system.channel import Channel
 from dataflow.system.child import end
 from dataflow.system.messages import MessageError

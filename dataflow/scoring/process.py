@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.scoring.messages import Answers, Calls
+from dataflow.scoring.calls import Answers, Calls
 from dataflow.scoring.server import LANE_WORDS
 from dataflow.system.channel import Channel
 

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import RecordError
-from dataflow.node import Batch, Context, Runtime
 from dataflow.records import DROP_REASON, ERROR, GROUP_ID, AnyArray
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.calls import Call, Settings
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer, Pool

@@ -7,19 +7,62 @@ import resource
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.scoring.calls import Settings, make_calls
-from dataflow.scoring.messages import CALLS, SERVER, End, Ended, Lost, Spawn, Spawned
+from dataflow.scoring.at_work import make_calls
+from dataflow.scoring.calls import CALLS, Settings
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, ended_within, fork
+from dataflow.system.messages import Codec
 
 LANE_WORDS = 3
 _SEND_S = 10.0
 _LOOK_S = 1.0
 _LAST_BREATH_S = 0.1
 _RESERVE_MB = 1536
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Fork a process; its end of a channel comes with it."""
+
+    process: int
+
+
+@dataclass(frozen=True)
+class End:
+    """End a process."""
+
+    process: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A process has closed its channel: say how it ended, and end it if it has not."""
+
+    process: int
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """The process runs."""
+
+    process: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The process has ended."""
+
+    process: int
+    status: int | None
+    """None: it had closed its channel, and lived on until now."""
+
+
+SERVER: Codec[Any] = Codec("scorers-server", 1, Spawn, End, Lost, Spawned, Ended)
 
 
 def start_server(progress: memoryview, settings: Settings) -> tuple[Channel[Any], Forked]:

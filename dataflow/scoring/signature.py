@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dataflow.annotations import arrow_type
 from dataflow.errors import GraphError
-from dataflow.records import arrow_type
 
 _MUTABLE = (list, dict, set, bytearray)
 _NUMBERS = pa.list_(pa.float32())

@@ -25,9 +25,10 @@ from dataflow.folder.trace import Trace
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
 from dataflow.limits import Limits
-from dataflow.node import Context, Generate, Runtime
+from dataflow.node import Generate
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, context_facts, edges, marks
+from dataflow.runtime import Context, Runtime
 from dataflow.scorer import Scorer
 from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
@@ -186,7 +187,7 @@ class Host:
             span = self._trace.add
             self.loops[name] = NodeLoop(
                 name, self.runtimes[name], ends, dict(sources), most_rows=most_rows,
-                most_bytes=self.plan.message_bytes, mark=self._marker(name, sources),
+                most_bytes=self.plan.message_bytes, marks=self._marks(name, sources),
                 finished=self._finished(name, sources), settled=self._settled(name, {source for source, _, _ in ends}),
                 span=span, turns=self._taking_turns.get(name),
             )  # fmt: skip
@@ -270,10 +271,10 @@ class Host:
                 )  # fmt: skip
         return kept
 
-    def _settled(self, name: str, sources: Iterable[str]) -> Callable[[str, list[int]], Collection[int]]:
+    def _settled(self, name: str, sources: Iterable[str]) -> Callable[[str, list[int]], Collection[int]] | None:
         """For a node that was started again: what comes to it once more may have been trained meanwhile."""
         if self.ledger is None or not self.settings.attempt or self.graph.operators[name].kind == "sink":
-            return lambda source, groups: ()
+            return None
         return settled_since(self.ledger, sources)
 
     def _enter(self, node: str) -> None:
@@ -305,18 +306,12 @@ class Host:
             places=self._places,
         )
 
-    def _marker(self, name: str, sources: Iterable[str]) -> Callable[[str, list[int]], None] | None:
+    def _marks(self, name: str, sources: Iterable[str]) -> dict[str, Callable[[list[int]], None]]:
+        """By source, what writes down how far groups are that leave a node."""
+        if self.ledger is None:
+            return {}
         states = {source: marks(self.graph, name, source) for source in sources}
-        ledger = self.ledger
-        if ledger is None or not any(states.values()):
-            return None
-
-        def mark(source: str, group_ids: list[int]) -> None:
-            state = states.get(source)
-            if state:
-                ledger.advance(source, group_ids, state)
-
-        return mark
+        return {source: partial(self.ledger.advance, source, state=state) for source, state in states.items() if state}
 
 
 def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:

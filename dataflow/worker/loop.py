@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
 from dataflow.group_bytes import MESSAGE_BYTES
-from dataflow.node import Batch, Runtime
 from dataflow.records import GROUP_ID, group_slices
+from dataflow.runtime import Batch, Runtime
 from dataflow.worker.acknowledgements import Acknowledgements
 from dataflow.worker.turns import Turns
 
@@ -124,17 +124,18 @@ class NodeLoop:
         *,
         most_rows: Mapping[str, int] | None = None,
         most_bytes: int = MESSAGE_BYTES,
-        mark: Callable[[str, list[int]], None] | None = None,
+        marks: Mapping[str, Callable[[list[int]], None]] | None = None,
         finished: Mapping[str, Finished] | None = None,
-        settled: Callable[[str, list[int]], Collection[int]] = lambda source, groups: (),
+        settled: Callable[[str, list[int]], Collection[int]] | None = None,
         span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
         turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """inlets: (source, sending node, inlet); outlets, by source; most_rows, by source, most_bytes: of a batch sent;
-        mark: writes (source, group ids) into the ledger; finished: by source, where what leaves is kept until it has an
-        outcome, and found instead of being made again; settled: which of some groups have an outcome already, though
-        their sender has not heard of it; span: is told of every slice of work; turns: on devices that it shares.
+        marks: by source, what writes down in the ledger how far groups are that leave; finished: by source, where what
+        leaves is kept until it has an outcome, and found instead of being made again; settled: which of some groups
+        have an outcome already, though their sender has not heard of it; span: is told of every slice of work; turns:
+        on devices that it shares.
         """
         self.node, self.runtime = node, runtime
         self.paused = False
@@ -147,7 +148,7 @@ class NodeLoop:
             *(o for each in outlets.values() for o in each),
         ]
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
-        self._mark, self._span, self._clock = mark, span, clock
+        self._marks, self._span, self._clock = marks or {}, span, clock
         self.turns = turns
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, _Sent]] = collections.deque()
         self._finished = finished or {}
@@ -230,7 +231,7 @@ class NodeLoop:
     def _take(self, source: str, origin: str, delivery: Any) -> None:
         """Push what is new of a delivery; what was finished before leaves at once, what has an outcome is let go."""
         groups, new = self._arrive(source, origin, delivery)
-        settled = set(self._settled(source, new))
+        settled = set() if self._settled is None else set(self._settled(source, new))
         found = self._found(source, [group for group in new if group not in settled])
         if settled or found:
             self._send_on(source, found)
@@ -271,8 +272,8 @@ class NodeLoop:
     def _put(self, source: str, records: pa.RecordBatch, groups: list[int]) -> None:
         """Have rows sent to every outlet of their source."""
         self.rows_out += records.num_rows
-        if self._mark is not None:
-            self._mark(source, groups)
+        if source in self._marks:
+            self._marks[source](groups)
         outlets = self._outlets.get(source, ())
         self.acknowledgements.sent(source, groups, len(outlets))
         for part in whole_groups(records, self._most_rows.get(source, _MOST_ROWS), self._most_bytes):

@@ -12,22 +12,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dataflow.graph import Graph
-from dataflow.node import Context
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import context_facts
+from dataflow.runtime import Context
 from dataflow.system.child import Forked, fork
 from dataflow.system.log import node_log
 from dataflow.system.rank_places import RankPlaces, Spreads
 from dataflow.system.security import RunKeys, present
 from dataflow.worker import rank_messages as messages
 from dataflow.worker.host import Settings
+from dataflow.worker.rank_pipe import RankPipe
 from dataflow.worker.weight_ports import interface_of
 
 _TURN_MS = 50
@@ -38,11 +39,7 @@ class _Rank:
     """A fork that is a rank."""
 
     process: Forked
-    end: socket.socket
-    out: bytearray = field(default_factory=bytearray)
-    """What rank 0 said, and it has not read."""
-    speaks: bool = True
-    """Whether it may still say something."""
+    pipe: RankPipe
     hangs_up: bool = False
     """Whether rank 0 says nothing more."""
     is_told: bool = False
@@ -142,9 +139,8 @@ class RankHost:
         poller.register(self._line, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         for each in self._ranks.values():
-            wanted = (zmq.POLLIN if each.speaks else 0) | (zmq.POLLOUT if each.out else 0)
-            if wanted:
-                poller.register(each.end.fileno(), wanted)
+            if each.pipe.wanted:
+                poller.register(each.pipe.end.fileno(), each.pipe.wanted)
         poller.poll(_TURN_MS)
         while self._line.poll(0):
             self._apply(messages.FROM_RANK_ZERO.decode(b"".join(self._line.recv_multipart())))
@@ -168,7 +164,7 @@ class RankHost:
             case messages.Start() if self._follow is not None:
                 self._start(message.rank, self._follow)
             case messages.Bytes() if message.rank in self._ranks:
-                self._ranks[message.rank].out += message.data
+                self._ranks[message.rank].pipe.out += message.data
             case messages.Hangup() if message.rank in self._ranks:
                 self._ranks[message.rank].hangs_up = True
             case messages.Kill() if message.rank in self._ranks:
@@ -187,35 +183,24 @@ class RankHost:
         process = fork(body, keep=[number], ends_with_parent=signal.SIGKILL)
         theirs.close()
         ours.setblocking(False)
-        self._ranks[rank] = _Rank(process, ours)
+        self._ranks[rank] = _Rank(process, RankPipe(ours))
         self._say(messages.Started(rank, process.pid))
 
     def _carry(self, rank: int, each: _Rank) -> None:
         """What rank 0 said to a rank, what that says, and whether it has ended."""
-        try:
-            while each.out:
-                del each.out[: each.end.send(each.out[: messages.CHUNK_BYTES])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            each.out.clear()
-        if each.hangs_up and not each.out:
+        pipe = each.pipe
+        pipe.give()
+        if each.hangs_up and not pipe.out:
             each.hangs_up = False
             with contextlib.suppress(OSError):
-                each.end.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(BlockingIOError):
-            while each.speaks:
-                try:
-                    data = each.end.recv(messages.CHUNK_BYTES)
-                except ConnectionResetError:
-                    data = b""
-                each.speaks = bool(data)
-                if data:
-                    self._say(messages.Bytes(rank, data))
-        if not each.speaks and not each.is_told and (status := each.process.poll()) is not None:
+                pipe.end.shutdown(socket.SHUT_WR)
+        for data in pipe.take():
+            if data:
+                self._say(messages.Bytes(rank, data))
+        if not pipe.speaks and not each.is_told and (status := each.process.poll()) is not None:
             each.is_told = True
-            each.end.close()
-            each.out.clear()
+            pipe.end.close()
+            pipe.out.clear()
             self._say(messages.Ended(rank, status))
 
     def _say(self, message: messages.ToRankZero) -> None:

@@ -23,6 +23,7 @@ from dataflow.system.child import Child
 from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint
 from dataflow.worker import rank_messages as messages
+from dataflow.worker.rank_pipe import RankPipe
 from dataflow.worker.rank_values import RankValues
 
 _ALIVE_S = 0.2
@@ -40,13 +41,10 @@ class FarRank:
         """end: of the socket pair, not blocking; this one's from now on."""
         self.rank, self.host, self.pid = rank, host, 0
         self.returncode: int | None = None
-        self.end: socket.socket | None = end
-        self.out = bytearray()
-        """What it said, and nobody here has read."""
+        self.pipe: RankPipe | None = RankPipe(end)
+        """To rank 0 with what it says; None: it has ended."""
         self.status: int | None = None
         """It has ended so; told when all that it said is read."""
-        self.hears = True
-        """Whether something may still be said to it."""
         self._kill, self._over = kill, threading.Event()
 
     def poll(self) -> int | None:
@@ -171,9 +169,8 @@ class RankLine:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._woken.fileno(), zmq.POLLIN)
         for each in self._ranks.values():
-            wanted = (zmq.POLLIN if each.hears else 0) | (zmq.POLLOUT if each.out else 0)
-            if each.end is not None and wanted:
-                poller.register(each.end.fileno(), wanted)
+            if each.pipe is not None and each.pipe.wanted:
+                poller.register(each.pipe.end.fileno(), each.pipe.wanted)
         poller.poll(_TURN_MS)
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
@@ -224,32 +221,19 @@ class RankLine:
             case messages.Ended():
                 far.status = message.status
             case messages.Bytes():
-                far.out += message.data
+                if far.pipe is not None:
+                    far.pipe.out += message.data
 
     def _carry(self, far: FarRank) -> None:
         """What a rank said to rank 0, and what that says."""
-        if far.end is None:
+        if (pipe := far.pipe) is None:
             return
-        try:
-            while far.out:
-                del far.out[: far.end.send(far.out[: messages.CHUNK_BYTES])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            far.out.clear()
-        if far.status is not None and not far.out:
+        pipe.give()
+        if far.status is not None and not pipe.out:
             self._lose(far, far.status)
             return
-        with contextlib.suppress(BlockingIOError):
-            while far.hears:
-                try:
-                    data = far.end.recv(messages.CHUNK_BYTES)
-                except ConnectionResetError:
-                    data = b""
-                far.hears = bool(data)
-                self._say(far.host, messages.Bytes(far.rank, data) if data else messages.Hangup(far.rank))
-                if far.end is None:
-                    return
+        for data in pipe.take():
+            self._say(far.host, messages.Bytes(far.rank, data) if data else messages.Hangup(far.rank))
 
     def _say(self, host: str, message: messages.FromRankZero) -> None:
         """To the process on a host; before that has come, later."""
@@ -284,9 +268,9 @@ class RankLine:
 
     def _lose(self, far: FarRank, status: int) -> None:
         """A rank has ended, and all that it said has been taken."""
-        if far.end is not None:
-            far.end.close()
-            far.end = None
+        if far.pipe is not None:
+            far.pipe.end.close()
+            far.pipe = None
         far.over(status)
 
     def _end(self) -> None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.weight_ends import WeightsIn
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.precision import Sliced, quantise
 from operators.engine.precision.intake import Intake
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.engine.self_test import adapt
 from operators.engine.stop_strings import StopStrings, end_tokens, split
 from operators.models.loading import load_merged, load_tokenizer

@@ -21,12 +21,12 @@ from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
 from operators.engine.finish_reasons import ABORTED, BROKEN
 from operators.engine.kv_cache import KVCache, default_budget, page_count
-from operators.engine.pages import PAGE, Pages, fitting, pages_for, youngest
-from operators.engine.prefill import Fused, NewRow, Prefix, lay_out
+from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for, youngest
+from operators.engine.prefill import Fused, NewRow, lay_out
 from operators.engine.read_rows import finished_rows, new_tokens
 from operators.engine.results import FinishedRow, Row, Start, begun, finished_row
 from operators.engine.rows import Rows, put
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.models.errors import ModelError
 from operators.models.heap import trim_memory

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dataflow.model import Model
-from dataflow.node import Generate
+from dataflow.node import Generate, Traits
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
-from dataflow.traits import Traits
 
 WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
 """How a generator's linear layers may compute."""

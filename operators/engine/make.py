@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.build import Built, build_native
 from operators.engine.knobs import GeneratorKnobs
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -17,6 +18,23 @@ from dataflow.records import AnyArray
 
 PAGE = 16
 """Positions in a page."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """Tokens whose keys and values are computed in this step, for rows that all begin with them."""
+
+    tokens: AnyArray
+    """int64 [L], at least 1."""
+    cached: int
+    """How many full pages of them were there before, or are filled by an earlier prefix of this step."""
+    tables: Sequence[Sequence[int]]
+    """Pages of each row; they share all full ones."""
+
+    @property
+    def new(self) -> int:
+        """Tokens to compute."""
+        return len(self.tokens) - self.cached * PAGE
 
 
 def pages_for(tokens: int) -> int:

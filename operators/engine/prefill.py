@@ -12,24 +12,7 @@ import torch
 from dataflow.records import AnyArray
 from operators.engine.attention import AttentionLayout, NewTokens
 from operators.engine.kv_cache import KVCache
-from operators.engine.pages import PAGE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """Tokens whose keys and values are computed in this step, for rows that all begin with them."""
-
-    tokens: AnyArray
-    """int64 [L], at least 1."""
-    cached: int
-    """How many full pages of them were there before, or are filled by an earlier prefix of this step."""
-    tables: Sequence[Sequence[int]]
-    """Pages of each row; they share all full ones."""
-
-    @property
-    def new(self) -> int:
-        """Tokens to compute."""
-        return len(self.tokens) - self.cached * PAGE
+from operators.engine.pages import PAGE, Prefix
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
 from dataflow.rollout_tokens import RolloutTokens, SamplingMask
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 
 

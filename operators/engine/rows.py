@@ -15,7 +15,7 @@ from dataflow.records import AnyArray
 from dataflow.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.pages import PAGE, pages_for
 from operators.engine.results import Row
-from operators.engine.sampler import RowSampling, Sampling
+from operators.engine.sampling import RowSampling, Sampling
 from operators.engine.stop_strings import StopStrings
 
 FIRST_TOKENS = 32

@@ -11,111 +11,19 @@ each truncation sees what the one before left. Axes: n rows, V vocabulary, B blo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from operators.engine.sampling import RowSampling, Sampling
+from operators.engine.truncation import block_sums, block_width, left_out
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 _UNIT = 2.0**-40
 _BELOW_ONE = 1 - 2.0**-53
-NUCLEI = (64, 1024)
-"""Numbers of likeliest tokens among which a CPU looks for the nucleus of top-p before it sorts the vocabulary."""
-SORTED_WHOLE = 1024
-"""A CPU sorts rows up to this size rather than search them for their largest: numpy's sort is vectorised."""
-SORTED_SHARE = 16
-"""And larger ones where more than one number in this many is wanted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is drawn from the logits. Raises ValueError for knobs out of range."""
-
-    temperature: float = 1.0
-    """Divides the logits; 0: always the likeliest token, with log-probability 0."""
-    top_k: int = 0
-    """Only the k likeliest tokens (and those tied with the last of them); 0: all."""
-    top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability (and those tied with the last of them),
-    at least one; 1: all."""
-    min_p: float = 0.0
-    """Only tokens at least this many times as likely as the likeliest; 0: all."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens that stand in prompt or completion are divided by it if positive, else multiplied; 1: off."""
-
-    def __post_init__(self) -> None:
-        for name, fits, range_ in (
-            ("temperature", 0 <= self.temperature < math.inf, "0 or a positive number"),
-            ("top_k", self.top_k >= 0, "0 or a positive number of tokens"),
-            ("top_p", 0 <= self.top_p <= 1, "a probability from 0 to 1"),
-            ("min_p", 0 <= self.min_p <= 1, "a share from 0 to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number, 1 for none"),
-        ):
-            if not fits:
-                raise ValueError(f"{name} does not fit; found {getattr(self, name)}; give {range_}")
-
-    @property
-    def truncates(self) -> bool:
-        """Whether any token may be left out."""
-        return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowSampling:
-    """One Sampling per row, as columns [n, 1]; None where no row uses the knob, known without asking the device.
-
-    Columns may be of one row, which then holds for all.
-    """
-
-    temperature: Tensor | None
-    greedy: Tensor | None
-    """True where the temperature is 0 (and `temperature` 1)."""
-    top_k: Tensor | None
-    top_p: Tensor | None
-    """float64; infinite where off."""
-    min_p: Tensor | None
-    repetition_penalty: Tensor | None
-    widest: int
-    """The largest top_k."""
-    all_greedy: bool
-    truncates: bool
-    """Whether any token of any row may be left out."""
-
-    @classmethod
-    def of(cls, samplings: Sequence[Sampling], device: torch.device | str) -> RowSampling:
-        """Bring these onto the device, one per row."""
-
-        def column(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            if all(value == off for value in values):
-                return None
-            if len(values) == 1:  # filled on the device: a copy from the host cannot be captured in a CUDA graph
-                return torch.full((1, 1), values[0], dtype=dtype, device=device)
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
-
-        greedy = [s.temperature == 0 for s in samplings]
-        return cls(
-            temperature=column([s.temperature or 1.0 for s in samplings], 1.0),
-            greedy=column([float(g) for g in greedy], 0.0, torch.bool),
-            top_k=column([s.top_k for s in samplings], 0, torch.int64),
-            top_p=column([s.top_p if s.top_p < 1 else math.inf for s in samplings], math.inf, torch.float64),
-            min_p=column([s.min_p for s in samplings], 0.0),
-            repetition_penalty=column([s.repetition_penalty for s in samplings], 1.0),
-            widest=max((s.top_k for s in samplings), default=0),
-            all_greedy=all(greedy),
-            truncates=any(s.truncates for s in samplings),
-        )
-
-    def select(self, rows: Tensor) -> RowSampling:
-        """These rows, int64 or bool index, in this order; a knob that none of them uses may still be a column."""
-        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        columns |= {name: column[rows] for name, column in columns.items() if isinstance(column, Tensor)}
-        return RowSampling(**columns)
 
 
 class Draw(NamedTuple):
@@ -138,28 +46,6 @@ def uniform(seeds: Tensor, counts: Tensor) -> Tensor:
     return ((z >> 24) & 0xFFFFFFFFFF).double() * _UNIT
 
 
-def log_distribution(logits: Tensor, sampling: Sampling | RowSampling, seen: Tensor | None = None) -> Tensor:
-    """Log-probabilities that tokens are drawn with, float32 [n, V]; -inf where truncation left one out.
-
-    seen: bool [n, V], tokens that stand in each row; needed for a repetition penalty (ValueError without it).
-    """
-    knobs = _columns(sampling, logits)
-    scores = _scaled(logits, knobs, seen)
-    shares = torch.softmax(scores, dim=-1)
-    best, likeliest = scores.max(dim=-1, keepdim=True)
-    largest = shares.amax(dim=-1, keepdim=True)
-    left_out = _left_out(scores, shares, knobs)
-    if left_out is not None:
-        scores = scores.masked_fill(left_out, -torch.inf)
-        shares.masked_fill_(left_out, 0)
-    total = _block_sums(shares).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    found = scores - best + (largest / total).log().float()
-    if knobs.greedy is None:
-        return found
-    certain = torch.zeros_like(scores).masked_fill_(~_only(likeliest, scores), -torch.inf) + (best - best)
-    return torch.where(knobs.greedy, certain, found)
-
-
 def draw(
     logits: Tensor,
     sampling: Sampling | RowSampling,
@@ -169,9 +55,10 @@ def draw(
     seen: Tensor | None = None,
     keep: bool = False,
 ) -> Draw:
-    """The next token of each row of logits [n, V], as `log_distribution` says, without waiting for the device.
+    """The next token of each row of logits [n, V], without waiting for the device.
 
-    seeds, counts: int64 [n], of each rollout, and how many tokens it has drawn. seen: as for `log_distribution`.
+    seeds, counts: int64 [n], of each rollout, and how many tokens it has drawn. seen: bool [n, V], tokens that stand in
+    each row; needed for a repetition penalty (ValueError without it).
     keep: also return which tokens truncation left. Can be captured in a CUDA graph when one Sampling serves all rows.
     """
     knobs = _columns(sampling, logits)
@@ -180,13 +67,13 @@ def draw(
         best, tokens = scores.max(dim=-1)
         return Draw(tokens, best - best, _only(tokens[:, None], scores) if keep else None)
     shares = torch.softmax(scores, dim=-1)
-    left_out = _left_out(scores, shares, knobs)
-    if left_out is not None:
-        shares.masked_fill_(left_out, 0)
+    gone = left_out(scores, shares, knobs)
+    if gone is not None:
+        shares.masked_fill_(gone, 0)
     tokens, logprobs = _pick(shares, uniform(seeds, counts))
     left = None
     if keep and knobs.truncates:
-        left = torch.ones_like(scores, dtype=torch.bool) if left_out is None else ~left_out
+        left = torch.ones_like(scores, dtype=torch.bool) if gone is None else ~gone
     if knobs.greedy is not None:
         best, likeliest = scores.max(dim=-1)
         greedy = knobs.greedy[:, 0]
@@ -217,67 +104,6 @@ def _scaled(logits: Tensor, knobs: RowSampling, seen: Tensor | None) -> Tensor:
     return logits if knobs.temperature is None else logits / knobs.temperature
 
 
-def _left_out(scores: Tensor, shares: Tensor, knobs: RowSampling) -> Tensor | None:
-    """Which tokens truncation leaves out, bool [n, V]; None where no row truncates. shares: softmax of the scores."""
-    found = None
-    if knobs.top_k is not None:
-        widest = min(knobs.widest, scores.shape[-1])
-        likeliest = _largest(scores, widest)
-        last = (knobs.top_k.clamp(1, widest) - 1).expand(len(scores), 1)
-        found = (scores < likeliest.gather(-1, last)) & (knobs.top_k > 0)
-    if knobs.top_p is not None:
-        rest = shares if found is None else shares.masked_fill(found, 0)
-        outside = rest < _least_of_nucleus(rest, knobs.top_p)
-        found = outside if found is None else found | outside
-    if knobs.min_p is not None:
-        unlikely = shares < shares.amax(dim=-1, keepdim=True) * knobs.min_p
-        found = unlikely if found is None else found | unlikely
-    return found
-
-
-def _least_of_nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest share that top-p keeps, float32 [n, 1]; 0 where it is off. shares need not add up to 1."""
-    width = shares.shape[-1]
-    wanted = top_p * _block_sums(shares).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    few = [count for count in NUCLEI if shares.is_cpu and not _sorts(count, width)]
-    for count in (*few, width):
-        ordered = _largest(shares, count)
-        reached = ordered.cumsum(-1, dtype=torch.float64)
-        if count == width or bool(((reached[:, -1:] >= wanted) | top_p.isinf()).all()):
-            break
-    last = torch.searchsorted(reached, wanted).clamp_(max=ordered.shape[-1] - 1)
-    return ordered.gather(-1, last).masked_fill(top_p.isinf(), 0)
-
-
-def _largest(values: Tensor, count: int) -> Tensor:
-    """The largest of each row of [n, V], the first first, [n, count]; not a number counts as the largest."""
-    width = values.shape[-1]
-    if values.is_cpu and _sorts(count, width):
-        return torch.from_numpy(np.sort(values.detach().numpy(), axis=-1)[:, width - count :]).flip(-1)
-    if count == width:
-        return torch.sort(values, dim=-1, descending=True).values
-    return torch.topk(values, count, dim=-1).values
-
-
-def _sorts(count: int, width: int) -> bool:
-    """Whether a CPU is quicker when it sorts the whole row."""
-    return width <= SORTED_WHOLE or SORTED_SHARE * count > width
-
-
-def _block_width(vocabulary: int) -> int:
-    """Tokens that are first looked at as one: about the root of their number."""
-    return 1 << (vocabulary.bit_length() // 2)
-
-
-def _block_sums(shares: Tensor) -> Tensor:
-    """Sums over blocks of neighbouring tokens, the last one maybe shorter, float32 [n, B]."""
-    width = _block_width(shares.shape[-1])
-    whole = shares.shape[-1] // width
-    sums = torch.unflatten(shares[:, : whole * width], -1, (whole, width)).sum(dim=-1)
-    tail = shares[:, whole * width :]
-    return torch.cat([sums, tail.sum(dim=-1, keepdim=True)], dim=-1) if tail.shape[-1] else sums
-
-
 def _pick(shares: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """The token at which the distribution function passes the noise [n], int64 [n], and its log-probability [n].
 
@@ -285,8 +111,8 @@ def _pick(shares: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     one, so that float64 sums run over B + W numbers of a row instead of V.
     """
     vocabulary = shares.shape[-1]
-    width = _block_width(vocabulary)
-    sums = _block_sums(shares)
+    width = block_width(vocabulary)
+    sums = block_sums(shares)
     ends = sums.cumsum(-1, dtype=torch.float64)
     total = ends[:, -1:]
     mark = noise[:, None] * total

@@ -15,9 +15,9 @@ from operators.engine.cuda import available
 from operators.engine.kv_cache import KVCache
 from operators.engine.native import attention as native
 from operators.engine.native.fused import FusedStep, supports
-from operators.engine.pages import pages_for
+from operators.engine.pages import Prefix, pages_for
 from operators.engine.precision import unrounded
-from operators.engine.prefill import Prefix, lay_out
+from operators.engine.prefill import lay_out
 from operators.models.errors import ModelError
 
 PROMPT, TOKENS = 19, 24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.forward_pass.knobs import ForwardKnobs
 from operators.forward_pass.reading import reading_of
 from operators.forward_pass.runtime import ForwardRuntime

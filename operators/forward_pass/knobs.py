@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import pyarrow as pa
 
 from dataflow.model import Model
-from dataflow.node import Transform
+from dataflow.node import Traits, Transform
 from dataflow.records import (
     COMPLETION,
     ERROR,
@@ -23,7 +23,6 @@ from dataflow.records import (
     Columns,
     version_column,
 )
-from dataflow.traits import Traits
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.folder.partial_rollouts import PartialRollout
-from dataflow.node import Batch
 from dataflow.records import (
     COMPLETION,
     ERROR,
@@ -23,6 +22,7 @@ from dataflow.records import (
     AnyArray,
 )
 from dataflow.rollout_tokens import RolloutTokens
+from dataflow.runtime import Batch
 from dataflow.worker.acknowledgements import Share
 from operators.engine.finish_reasons import BROKEN, STOPPED
 from operators.engine.results import FinishedRow
@@ -55,13 +55,6 @@ class EndedRollout:
         )
 
 
-class PromptBatch:
-    """A batch of prompts, one a group, and which of them are not finished; one without any is acknowledged at once."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch, self.share = batch, Share(batch.ack, batch.early, batch.records.num_rows)
-
-
 @dataclass(slots=True)
 class PromptGroup:
     """A prompt and its rollouts."""
@@ -71,9 +64,12 @@ class PromptGroup:
     size: int
     """Rollouts."""
     min_version: int
-    arrival: PromptBatch
+    batch: Batch
+    """That it came with."""
+    share: Share
+    """Of those that came together, which are not finished."""
     row: int
-    """Which row of the arrival it is."""
+    """Which row of the batch it is."""
     prompt: AnyArray
     """Tokens, int64."""
     unstarted: int
@@ -174,7 +170,7 @@ def rollouts(
 
 def _prompt_rows(groups: Sequence[PromptGroup], sizes: AnyArray) -> pa.RecordBatch:
     """The rows that the groups came from, each as often as it has rollouts, with the size that they got."""
-    slices = [group.arrival.batch.records.slice(group.row, 1) for group in groups]
+    slices = [group.batch.records.slice(group.row, 1) for group in groups]
     table = pa.Table.from_batches(slices).combine_chunks()
     batch = table.to_batches()[0].take(pa.array(np.repeat(np.arange(len(groups)), sizes)))
     at = batch.schema.get_field_index(GROUP_SIZE)

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
-from dataflow.node import Context
 from dataflow.records import ROUND_SIZE
+from dataflow.runtime import Context
 from dataflow.worker.host import in_flight
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
@@ -46,7 +46,7 @@ class PartialRollouts:
         may_go_on: whether a rollout that has drawn this much, or ended with it, may still be trained.
         """
         files = self._files.get(group.source)
-        if files is None or group.arrival.batch.records.column(ROUND_SIZE)[group.row].as_py():
+        if files is None or group.batch.records.column(ROUND_SIZE)[group.row].as_py():
             return
         group.mark = mark_of(self._seed, group)
         group.written = [0] * group.size

@@ -9,9 +9,10 @@ import numpy as np
 import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout
-from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.weight_ends import WeightsIn
+from dataflow.worker.acknowledgements import Share
 from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
@@ -19,7 +20,7 @@ from operators.engine.results import Start
 from operators.engine.sleep import put_aside
 from operators.generation import groups
 from operators.generation.admission import Admission
-from operators.generation.groups import PromptBatch, PromptGroup
+from operators.generation.groups import PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.tokenize import encode
 from operators.models.read_weights import ReadWeights
@@ -76,7 +77,7 @@ class GeneratorRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Tokenize the prompts into their source's queue; what cannot be served is complete at once."""
         records = batch.records
-        arrival = PromptBatch(batch)
+        share = Share(batch.ack, batch.early, records.num_rows)
         if not records.num_rows:
             return
         texts = records.column(PROMPT).to_pylist()
@@ -90,7 +91,8 @@ class GeneratorRuntime(Runtime):
                 group_id=group_id,
                 size=size,
                 min_version=min_version,
-                arrival=arrival,
+                batch=batch,
+                share=share,
                 row=row,
                 prompt=tokens,
                 unstarted=size,
@@ -290,7 +292,7 @@ class GeneratorRuntime(Runtime):
             for group in complete:
                 self._owed -= group.size
                 self._begun -= group.begun
-                group.arrival.share.release(group.group_id)
+                group.share.release(group.group_id)
         return batches
 
 

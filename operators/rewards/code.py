@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from dataflow.errors import GraphError
-from dataflow.node import Context, Runtime
 from dataflow.records import Columns
+from dataflow.runtime import Context, Runtime
 from dataflow.scorer import Scorer
 from dataflow.scoring.runtime import Scoring, caller_of
 from operators.rewards.code_tests import program_in, read_cases

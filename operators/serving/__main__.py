@@ -46,7 +46,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
     import uvicorn
 
     from dataflow.model import Model
-    from dataflow.node import Context
+    from dataflow.runtime import Context
     from operators.generator import Generator
     from operators.serving.app import make_app
     from operators.serving.sink import RolloutLog

@@ -81,7 +81,7 @@ class Request:
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """The knobs of `sampler.Sampling`."""
+        """The knobs of `sampling.Sampling`."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return {name: getattr(self, name) for name in names}
 

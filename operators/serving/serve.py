@@ -86,7 +86,7 @@ def make_service(
         knobs: of `Service`: vocabulary, call_timeout_s, exchanges.
     """
     from operators.engine.results import Start
-    from operators.engine.sampler import Sampling
+    from operators.engine.sampling import Sampling
     from operators.serving.engine_thread import EngineThread
     from operators.serving.request_stops import Stopping
     from operators.serving.service import Service

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_ID, ROUND_SIZE, AnyArray
+from dataflow.runtime import Batch, Context, Runtime
 from operators.sources.prompt_rows import Report
 
 ROWS_AT_ONCE = 32

@@ -11,10 +11,10 @@ import pyarrow as pa
 from dataflow.errors import OperatorError, RecordError
 from dataflow.folder.ledger import MadeStep
 from dataflow.folder.rollback import take_out_abandoned
-from dataflow.node import Context
 from dataflow.records import GROUP_ID
+from dataflow.runtime import Context
 from dataflow.system.files import RunFolderError
-from operators.training.journal import Journal
+from operators.training.checkpoints.saving import CheckpointSaver
 from operators.training.steps import StepMaker
 
 LIKE = 0.05
@@ -35,9 +35,9 @@ class CatchUp:
     look what is: in one that goes on meanwhile it is an error.
     """
 
-    def __init__(self, context: Context, making: StepMaker, journal: Journal, steps: Sequence[MadeStep]) -> None:
+    def __init__(self, context: Context, making: StepMaker, saver: CheckpointSaver, steps: Sequence[MadeStep]) -> None:
         """steps: those after the weights that `making` has, in order."""
-        self._context, self._making, self._journal = context, making, journal
+        self._context, self._making, self._saver = context, making, saver
         self._unread, self._left = deque(steps), deque(steps)
         self.target = steps[-1].step if steps else making.step
         """The step that it ends at."""
@@ -83,7 +83,7 @@ class CatchUp:
         context = self._context
         assert context.folder is not None, "a run with a ledger has a folder"
         try:
-            table = context.folder.read_rollouts(step.step, node=context.own_folder)
+            table = context.folder.rollouts_of(context.own_folder).read(step.step)
             check_groups(step, table)
         except RunFolderError as error:
             self._take_back(step.step - 1, str(error))
@@ -112,9 +112,9 @@ class CatchUp:
                 "a step made again is not what it was", node=node, step=step.step, grad_norm=outcome.grad_norm,
                 grad_norm_was=was, loss=outcome.loss, loss_was=step.metrics.get("loss"),
             )  # fmt: skip
-        self._journal.made(self._making.seconds)
-        if self._journal.is_due(step.step):
-            self._journal.keep(step.step)
+        self._saver.made(self._making.seconds)
+        if self._saver.is_due(step.step):
+            self._saver.keep(step.step)
         self._making.rest(weights=False)
 
     def _take_back(self, to: int, why: str) -> None:

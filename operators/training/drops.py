@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 import pyarrow as pa
 
 from dataflow.errors import OperatorError, Unusable
-from dataflow.node import Context
 from dataflow.records import ERROR, VERSIONS
+from dataflow.runtime import Context
 from dataflow.staleness import Bound, newest_versions, oldest_versions, sweep
 from operators.training.journal import TOO_FEW, Journal
 from operators.training.learner.rows import drop_reason, usable

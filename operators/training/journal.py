@@ -1,4 +1,4 @@
-"""Writes down what the trainer did: rollouts file, ledger, checkpoint, metrics.
+"""Writes down what the trainer did: rollouts file, ledger, metrics.
 
 The order after an update, and what a crash between two of its points leaves:
 
@@ -21,45 +21,15 @@ are many, as those of the step under way.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from dataflow.errors import RunError, Unusable
-from dataflow.folder import retention
-from dataflow.folder.checkpoints import TEMPORARY, Checkpoints
-from dataflow.folder.copies.copier import Copier
-from dataflow.folder.ledger import BaseLedger, LedgerError
-from dataflow.node import Context
-from dataflow.system.files import RunFolderError, disk
-from operators.training.checkpoints import checkpoint
-from operators.training.checkpoints.saving import Debt
-from operators.training.checkpoints.staging import Background
-from operators.training.learner.learner import Learner
+from dataflow.runtime import Context
 from operators.training.reorder_buffer import QueuedGroup
 
-CLOSE_S = 5.0
-"""For a checkpoint that is being written when the run ends otherwise than it should."""
-COPIES_TURN_S = 0.05
-SPARE_BYTES = 1 << 30
-"""That a temporary checkpoint leaves free on its disk, for what must be written."""
-WAL_TOLD_BYTES = 1 << 30
-"""Of the ledger's log, before the user is told."""
 TOO_FEW = "too few for a step"
 """Why groups are dropped at the end of the rows."""
-
-
-@dataclass(frozen=True)
-class _Writing:
-    """A checkpoint being written."""
-
-    step: int
-    place: Path
-    is_temporary: bool
 
 
 @dataclass
@@ -68,20 +38,6 @@ class Journal:
 
     context: Context
     source: str
-    learner: Learner
-    tokenizer: Any
-    kept_step: int
-    """Step of the newest good checkpoint; 0 before the first."""
-    debt: Debt
-    """What it is that makes a temporary checkpoint due."""
-    every: int | None = None
-    """Steps between those that stay."""
-    copier: Copier | None = None
-    """Takes committed checkpoints to the run's address, where it has one."""
-    _finished_at: float | None = None
-    """When the last checkpoint was written."""
-    _background: Background = field(default_factory=lambda: Background("the checkpoint being written"))
-    _writing: _Writing | None = None
 
     def commit(
         self, step: int, trained: Sequence[QueuedGroup], dropped: Mapping[int, str], metrics: Mapping[str, Any]
@@ -93,7 +49,7 @@ class Journal:
         context = self.context
         if context.folder is not None:
             rows = [group.records for group in trained]
-            context.folder.write_rollouts(step, rows, node=context.own_folder)
+            context.folder.rollouts_of(context.own_folder).write(step, rows)
         if context.ledger is not None:
             context.ledger.commit_step(
                 context.node,
@@ -110,209 +66,10 @@ class Journal:
         if self.context.folder is not None:
             self.context.folder.append_metrics(metrics)
 
-    def made(self, seconds: float) -> None:
-        """Account for a committed step, new or made again, that took so many seconds of work."""
-        self.debt.seconds += seconds
-
-    def is_due(self, step: int) -> bool:
-        """Whether a checkpoint of this step is wanted: one that stays, or a temporary one that nothing waits for."""
-        return self._stays(step) or (self._writing is None and self.debt.is_due)
-
-    def keep(self, step: int) -> None:
-        """Begin the checkpoint of a committed step, unless there is one; the one before is waited for.
-
-        Here its tensors are copied; they are written in the background. Where the disk refuses, or has too little room
-        for a temporary one, a warning says so, the one before stays the newest, and the next is tried when it is due.
-        """
-        try:
-            self._begin(step, is_temporary=not self._stays(step))
-        except (RunFolderError, LedgerError) as error:
-            self._warn(step, error)
-
-    def finish(self, step: int) -> None:
-        """Keep the last step and wait until all is written. Raises what went wrong with it."""
-        if self._writing is None or self._writing.step != step:
-            self._begin(step, is_temporary=False)
-        self._written(self.context.limits.checkpoint_s)
-        if self.context.folder is not None and step:
-            checkpoints = self.context.folder.checkpoints_of(self.context.own_folder)
-            if checkpoints.keep(step):
-                self._record(step, checkpoints.folder(step))
-                if self.copier is not None:
-                    self.copier.add(step, is_temporary=False)
-        self._finished_at = time.monotonic()
-
-    def note(self) -> None:
-        """Tell the ledger of a checkpoint that is written by now, or warn of one that could not be. Errors: Unusable
-        once another process has taken the run up from its address."""
-        if self._background.is_idle:
-            self._settle(0.0)
-        if self.copier is not None and self.copier.ended is not None:
-            raise Unusable(f"'{self.context.node}' copies no checkpoint any more: {self.copier.ended}")
-
-    def begin_copies(self, last: int) -> None:
-        """Have copies made from now on, first of the newest checkpoint. last: the trainer's last committed step."""
-        context = self.context
-        if context.copies is None or context.folder is None or context.ledger is None:
-            return
-        checkpoints = context.folder.checkpoints_of(context.own_folder)
-        self.copier = Copier(
-            context.copies, trainer=context.own_folder or "", folder=checkpoints.folder, pack=context.ledger.pack,
-            log=context.log, node=context.node, told_s=context.limits.copy_s,
-        )  # fmt: skip
-        self.copier.start(last)
-        if self.kept_step:
-            self.copier.add(self.kept_step, is_temporary=checkpoints.is_temporary(self.kept_step))
-
-    def wait_for_copies(self) -> bool:
-        """At the end, wait a moment for copies under way; False: nothing is waited for any more. Where the address
-        takes nothing for `Limits.copy_s`, a warning says what is not there."""
-        if self.copier is None or self._finished_at is None or self.copier.is_idle:
-            return False
-        since = max(self._finished_at, self.copier.moved_at)
-        if time.monotonic() - since < self.context.limits.copy_s:
-            self.copier.wait(COPIES_TURN_S)
-            return True
-        self._finished_at = None
-        self.context.log.warning(
-            "the last checkpoint is in the run folder, and was not copied", node=self.context.node,
-            step=self.kept_step, to=self.copier.place, error=self.copier.error, newest=self.copier.copied or "none",
-        )  # fmt: skip
-        return False
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether the last checkpoint is where it should be, as far as that is waited for."""
-        return self.copier is None or self._finished_at is None or self.copier.is_idle
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is being written, from copies in main memory."""
-        return not self._background.is_idle
-
-    def close(self) -> None:
-        """Leave a checkpoint that is being written a moment to be done; the run is over already, or has failed."""
-        try:
-            self._written(CLOSE_S)
-        except Exception as error:  # the run has an error of its own, or was told this one before
-            self.context.log.warning("checkpoint not written", node=self.context.node, error=str(error))
-        if self.copier is not None:
-            self.copier.close(CLOSE_S)
-
     def drop(self, reasons: Mapping[int, str], step: int | None) -> None:
         """Record groups given up for the step under way, before it is committed; None: outside any step."""
         if reasons and self.context.ledger is not None:
             self.context.ledger.drop(self.context.node, self.source, reasons, step=step)
-
-    def _stays(self, step: int) -> bool:
-        """Whether the checkpoint of a step is one that was asked for, or that of the last step."""
-        return step == self.context.steps or bool(self.every and step % self.every == 0)
-
-    def _begin(self, step: int, *, is_temporary: bool) -> None:
-        context, name = self.context, self.context.own_folder
-        if context.folder is None or step in (0, self.kept_step):
-            return
-        self._settle(self.context.limits.checkpoint_s)
-        self.debt.seconds, began = 0.0, time.monotonic()
-        if is_temporary:
-            _check_room(context.folder.path, checkpoint.nbytes(self.learner))
-        checkpoints = context.folder.checkpoints_of(name)
-        trained = range(self.kept_step + 1, step + 1)
-        facts = {"step": step, "version": step, "node": context.node}
-        mark = {TEMPORARY: True} if is_temporary else {}
-        with contextlib.ExitStack() as opened:
-            folder = opened.enter_context(checkpoints.writing(step, node=context.node, version=step, **mark))
-            checkpoint.prepare(folder)
-            staged = self.learner.everywhere(checkpoint.stage, folder=folder, deadline_s=context.limits.checkpoint_s)[0]
-            committed = opened.pop_all()
-
-        def write() -> None:
-            """The rollouts are on the disk before the ledger is, both before the checkpoint is marked."""
-            assert context.folder is not None
-            try:
-                with committed:
-                    context.folder.flush_rollouts(trained, node=name)
-                    if context.ledger is not None:
-                        context.ledger.flush()
-                        self._look_at(context.ledger)
-                    staged.write(folder, self.tokenizer, facts)
-            finally:
-                self.debt.cost_s = time.monotonic() - began
-            if self.copier is not None:
-                self.copier.add(step, is_temporary=is_temporary)
-            self._clear(checkpoints, step)
-
-        self._writing = _Writing(step, checkpoints.folder(step), is_temporary)
-        self._background.start(write, self.context.limits.checkpoint_s)
-
-    def _settle(self, deadline_s: float) -> None:
-        """Wait for the checkpoint being written, and warn of one that the disk refused."""
-        step = self._writing.step if self._writing is not None else 0
-        try:
-            self._written(deadline_s)
-        except (RunFolderError, LedgerError) as error:
-            self._warn(step, error)
-
-    def _written(self, deadline_s: float) -> None:
-        """Wait for the checkpoint being written, and tell the ledger of it. Raises what went wrong with it."""
-        if self._writing is None:
-            return
-        written, self._writing = self._writing, None
-        self._background.wait(deadline_s)
-        self.kept_step = written.step
-        if not written.is_temporary:
-            self._record(written.step, written.place)
-        self._forget_rollouts()
-
-    def _forget_rollouts(self) -> None:
-        """Remove those that nothing needs, as a newer checkpoint is committed."""
-        context = self.context
-        if context.keep_steps is None or context.folder is None or context.ledger is None:
-            return
-        upto = retention.removable(
-            last=context.ledger.last_step(context.node), checkpoint=self.kept_step, keep_steps=context.keep_steps,
-            staying=context.folder.checkpoints_of(context.own_folder).staying() if self.every else None,
-        )  # fmt: skip
-        retention.remove(
-            context.folder, context.ledger, context.node, upto, kind="step", log=context.log, own=context.own_folder
-        )
-
-    def _record(self, step: int, place: Path) -> None:
-        if self.context.ledger is not None:
-            self.context.ledger.record_checkpoint(self.context.node, step, str(place))
-
-    def _look_at(self, ledger: BaseLedger) -> None:
-        """Tell of a program that reads the ledger and does not come to an end."""
-        if (found := ledger.wal_bytes) > WAL_TOLD_BYTES:
-            self.context.log.warning(
-                "some program reads ledger.db in a transaction that does not end: the log of the database grows until "
-                "it does", node=self.context.node, path=f"{ledger.path}-wal", mebibytes=found >> 20,
-            )  # fmt: skip
-
-    def _clear(self, checkpoints: Checkpoints, step: int) -> None:
-        """Remove the temporary checkpoints before one that is committed."""
-        try:
-            checkpoints.clear(step, but=() if self.copier is None else self.copier.held)
-        except RunFolderError as error:
-            self.context.log.warning("temporary checkpoint not removed", node=self.context.node, error=str(error))
-
-    def _warn(self, step: int, error: RunError) -> None:
-        self.context.log.warning(
-            "checkpoint not written; training goes on", node=self.context.node, step=step, error=str(error),
-            newest=self.kept_step or "none",
-        )  # fmt: skip
-
-
-def _check_room(place: Path, needed: int) -> None:
-    """RunFolderError where a temporary checkpoint would leave too little room for rollouts and ledger."""
-    with disk("looking at", place):
-        free = shutil.disk_usage(place).free
-    if free < needed + SPARE_BYTES:
-        raise RunFolderError(
-            f"a checkpoint to recover from takes about {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free "
-            f"on the disk of '{place}': none is begun unless {SPARE_BYTES / 2**20:,.0f} MiB stay for rollouts and "
-            f"ledger; make room there, or set recover_within_s=inf"
-        )
 
 
 def expected(context: Context, source: str) -> tuple[int, list[int], int]:

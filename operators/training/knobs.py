@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dataflow.model import Model
-from dataflow.node import Learn
+from dataflow.node import Learn, Traits
 from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
-from dataflow.traits import Traits
 from operators.losses import aipo
 from operators.training.learner.loss_function import WITH_GRADIENT, LossFunction, read_loss
 from operators.training.learner.schedule import SCHEDULES

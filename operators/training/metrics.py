@@ -10,13 +10,9 @@ import pyarrow.compute as pc
 
 from dataflow.records import ADVANTAGE, version_column
 from dataflow.staleness import NO_TOKEN
-from dataflow.weight_ends import WeightsOut
 from operators.training.learner.learner import StepOutcome
 from operators.training.learner.rows import StepRows, mean_of
 from operators.training.signal import no_signal
-
-MOST_PAIRS = 1024
-"""Pairs of ranks of which a line of metrics tells one by one."""
 
 
 @dataclass
@@ -101,26 +97,6 @@ def step_metrics(
         "dropped": dict(dropped),
         "skipped_steps": skipped_steps,
     }
-
-
-def weights_sent(ends: Sequence[WeightsOut]) -> dict[str, dict[str, Any]]:
-    """By reader to whose ranks ranks send: the newest version that it has whole, its bytes, how long the transfer took
-    and at most held one of the reader's ranks (s), and the bytes from each rank of the trainer to each of the reader's,
-    [from][to], up to `MOST_PAIRS`. Of one that hands versions on: to which readers, and which each of them holds."""
-    told: dict[str, dict[str, Any]] = {}
-    for reader, sent in (each for end in ends for each in end.sent.items()):
-        rows = [list(row) for row in sent.pair_bytes]
-        told[reader] = {
-            "version": sent.version,
-            "nbytes": sum(map(sum, rows)),
-            "seconds": sent.seconds,
-            "held_seconds": sent.held_s,
-        }
-        if behind := getattr(sent, "behind", None):
-            told[reader]["handed_on"] = dict(behind)
-        if sum(map(len, rows)) <= MOST_PAIRS:
-            told[reader]["pair_bytes"] = rows
-    return told
 
 
 def _newest(trained: Sequence[pa.RecordBatch], forwards: Sequence[str]) -> dict[str, int]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.weight_ends import WeightsOut
 from operators.training.learner.learner import Learner, StepOutcome
+
+MOST_PAIRS = 1024
+"""Pairs of ranks of which a line of metrics tells one by one."""
 
 
 class Offers:
@@ -61,6 +64,26 @@ class Offers:
         sent, whole = (now - before for now, before in zip(traffic, self._traffic, strict=True))
         self._traffic = traffic
         return {"weights_sent_bytes": sent, "weights_saved_bytes": whole - sent}
+
+    def by_reader(self) -> dict[str, dict[str, Any]]:
+        """By reader to whose ranks ranks send: the newest version that it has whole, its bytes, how long the transfer
+        took and at most held one of the reader's ranks (s), and the bytes from each rank of the trainer to each of the
+        reader's, [from][to], up to `MOST_PAIRS`. Of one that hands versions on: to which readers, and which each of
+        them holds."""
+        told: dict[str, dict[str, Any]] = {}
+        for reader, sent in (each for end in self.ends for each in end.sent.items()):
+            rows = [list(row) for row in sent.pair_bytes]
+            told[reader] = {
+                "version": sent.version,
+                "nbytes": sum(map(sum, rows)),
+                "seconds": sent.seconds,
+                "held_seconds": sent.held_s,
+            }
+            if behind := getattr(sent, "behind", None):
+                told[reader]["handed_on"] = dict(behind)
+            if sum(map(len, rows)) <= MOST_PAIRS:
+                told[reader]["pair_bytes"] = rows
+        return told
 
     def open(self, step: int) -> None:
         """Offer each reader the version that it has to have after so many steps."""

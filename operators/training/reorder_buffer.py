@@ -6,8 +6,8 @@ from functools import partial
 
 import pyarrow as pa
 
-from dataflow.node import Batch
 from dataflow.records import group_slices
+from dataflow.runtime import Batch
 from dataflow.worker.acknowledgements import Share
 
 

@@ -17,7 +17,7 @@ from dataflow.errors import GraphError, RunError, nearest
 from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.ledger import MadeStep
 from dataflow.history.replay import Script
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators import losses
 from operators.models.loading import load_tokenizer
 from operators.training.checkpoints import checkpoint

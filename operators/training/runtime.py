@@ -11,19 +11,19 @@ import torch
 from dataflow.errors import GraphError, Unusable
 from dataflow.folder.ledger import MadeStep
 from dataflow.model import Model
-from dataflow.node import Batch, Context, Runtime
 from dataflow.records import GROUP_ID, MASK
+from dataflow.runtime import Batch, Context, Runtime
 from operators.training.catch_up import CatchUp
 from operators.training.checkpoints import checkpoint
 from operators.training.checkpoints.resuming import find_start
-from operators.training.checkpoints.saving import Debt
+from operators.training.checkpoints.saving import CheckpointSaver, Debt
 from operators.training.drops import Drops, recorded_drops
 from operators.training.journal import TOO_FEW, Journal, expected
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import refreshed
 from operators.training.learner.build import check_gradients, make_learner
 from operators.training.learner.learner import Learner
-from operators.training.metrics import StepPace, step_metrics, weights_sent
+from operators.training.metrics import StepPace, step_metrics
 from operators.training.offers import Offers
 from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 from operators.training.steps import StepMaker
@@ -58,9 +58,10 @@ class TrainerRuntime(Runtime):
         self._trainer, self._context, self._learner = trainer, context, learner
         self._source = _only_source(context)
         self._making = StepMaker(trainer, context, learner, start)
+        self._journal = Journal(context, self._source)
         debt = Debt(trainer.recover_within_s)
-        self._journal = Journal(context, self._source, learner, tokenizer, start, debt, trainer.checkpoint_every)
-        self._behind: CatchUp | None = CatchUp(context, self._making, self._journal, missing)
+        self._saver = CheckpointSaver(context, learner, tokenizer, start, debt, trainer.checkpoint_every)
+        self._behind: CatchUp | None = CatchUp(context, self._making, self._saver, missing)
         self._buffer = ReorderBuffer()
         self._early: list[Batch] = []
         """Came before it had caught up."""
@@ -83,7 +84,7 @@ class TrainerRuntime(Runtime):
         self._began = context.clock() - float(told.get("seconds", 0.0))
         self._offers = Offers(context, learner)
         self._behind.check()
-        self._journal.begin_copies(self._behind.target)
+        self._saver.begin_copies(self._behind.target)
         if not self._behind.left:
             self._taken_back = self._behind.taken_back
             self._open()
@@ -138,9 +139,9 @@ class TrainerRuntime(Runtime):
     def work(self) -> list[Batch] | None:
         """One micro-batch, or the end of a step; None while the next groups are missing."""
         self._offers.poll()
-        self._journal.note()
+        self._saver.note()
         if self._done:
-            return [] if self._journal.wait_for_copies() else None
+            return [] if self._saver.wait_for_copies() else None
         if self._making.rows is None and self._behind is None:
             self._collect()
         if not self._awake or not self._has_work:
@@ -172,7 +173,7 @@ class TrainerRuntime(Runtime):
 
     def wants_devices(self) -> bool:
         """While it has a step to make, to publish or to keep: nothing of it may be put away meanwhile."""
-        return (not self._done and self._has_work) or self._journal.is_writing or self._offers.is_pending
+        return (not self._done and self._has_work) or self._saver.is_writing or self._offers.is_pending
 
     def sleep(self) -> None:
         """Put weights and moments away, on all ranks; rows and notes go on coming and going."""
@@ -206,19 +207,19 @@ class TrainerRuntime(Runtime):
             "dropped": self._drops.total,
             "loss": self._loss,
             "skipped_steps": self._skipped_steps,
-            "checkpoint": self._journal.kept_step,
+            "checkpoint": self._saver.kept_step,
         }
         if self._behind is not None:
             found |= {"catching_up": self._behind.left, "taken_back": self._behind.taken_back}
         elif self._taken_back:
             found["taken_back"] = self._taken_back
-        if (copier := self._journal.copier) is not None:
+        if (copier := self._saver.copier) is not None:
             found |= {"copied": copier.copied, "copied_bytes": copier.bytes}
-        return found | ({"done": 1} if self._done and self._journal.is_copied else {})
+        return found | ({"done": 1} if self._done and self._saver.is_copied else {})
 
     def close(self) -> None:
         """Let the weight plane go, and the other ranks, once a checkpoint that is being written had time to be done."""
-        self._journal.close()
+        self._saver.close()
         self._offers.close()
         self._learner.close()
 
@@ -246,7 +247,7 @@ class TrainerRuntime(Runtime):
         self._note()
         if context.steps is not None and step >= context.steps:
             self._making.bring(moments=True)
-            self._journal.finish(step)
+            self._saver.finish(step)
             self._done = True
         early, self._early = self._early, []
         for batch in early:
@@ -313,15 +314,15 @@ class TrainerRuntime(Runtime):
         self._offers.look_at(outcome, step)
         metrics |= self._offers.sent()
         journal.commit(step, groups, self._drops.reasons, metrics)
-        journal.made(making.seconds)
+        self._saver.made(making.seconds)
         recorded = clock()
         self._offers.made(step)
         self._note()
         published = clock()
         metrics |= {"seconds_record": recorded - ended, "seconds_publish": published - recorded}
-        metrics |= {"weights_sent": weights_sent(self._offers.ends)}
-        if journal.is_due(step):
-            journal.keep(step)
+        metrics |= {"weights_sent": self._offers.by_reader()}
+        if self._saver.is_due(step):
+            self._saver.keep(step)
             metrics["seconds_checkpoint"] = clock() - published
         journal.tell(metrics)
         for group in groups:
@@ -330,7 +331,7 @@ class TrainerRuntime(Runtime):
         self._rest()
         making.pace.free = clock()
         if step == context.steps:
-            journal.finish(step)
+            self._saver.finish(step)
             self._done = True
 
     def _skip(self, groups: Sequence[QueuedGroup], culprit: str) -> None:
@@ -354,7 +355,7 @@ class TrainerRuntime(Runtime):
             self._drops.record(None)
             self._note()
         self._making.bring(moments=True)
-        self._journal.finish(self._making.step)
+        self._saver.finish(self._making.step)
         self._done = True
 
     def _rest(self) -> None:

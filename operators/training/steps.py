@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dataflow.errors import GraphError
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import memory, refreshed
 from operators.training.learner.learner import Learner, StepOutcome

@@ -30,7 +30,7 @@ from bench.chaos.kills import summed
 from bench.chaos.nemesis import Blow, Nemesis, targets, workers
 from bench.chaos.run import CRASH_STATUS, reward
 from bench.chaos.scheduler import paces_around
-from dataflow.folder.run_folder import write_arrow
+from dataflow.folder.rollout_files import write_arrow
 
 
 def fault(worker: str, at: float, recovered_s: float | None = 1.0) -> dict[str, object]:

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, GraphError, Model, join, scorer
+from dataflow.node import Traits
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.traits import Traits
 
 POLICY = Model("policy")
 

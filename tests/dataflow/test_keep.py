@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from rigs.columns import check_columns
 
 from dataflow import GraphError, join, keep
 from dataflow.graph import Graph
 from dataflow.keep import Keep
-from dataflow.node import Batch, Context
-from dataflow.records import DROP_REASON, ERROR, GROUP_ID, ROLLOUT_ID, Array, check_schema
+from dataflow.records import DROP_REASON, ERROR, GROUP_ID, ROLLOUT_ID, Array
+from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
 from dataflow.stream import Stream
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
@@ -59,7 +60,7 @@ def passed_through(made: Scorer[..., Any], records: pa.RecordBatch) -> pa.Record
     finally:
         runtime.close()
     (batch,) = pa.Table.from_batches(found).sort_by(ROLLOUT_ID).combine_chunks().to_batches()
-    check_schema(batch, made.provides(dict(zip(records.schema.names, records.schema.types, strict=True))), "it")
+    check_columns(batch, made.provides(dict(zip(records.schema.names, records.schema.types, strict=True))))
     return batch
 
 

@@ -17,8 +17,8 @@ from dataflow.planning.wiring import bounds_at, context_facts, edges
 from dataflow.records import Columns
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.staleness import Bound
+from dataflow.structure import feeding, leading, lines_of, own_folder
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.trainers import feeding, leading, lines_of, own_folder
 from dataflow.worker.messages import NodeCommand
 
 ACTOR, CRITIC = Model("actor"), Model("critic")
@@ -164,7 +164,7 @@ def _two_sinks(folder: RunFolder, oldest: int) -> None:
     with Ledger.create(folder.ledger, {"actor": ["prompts"], "critic": ["prompts"]}) as ledger:
         ledger.issue("prompts", [(0, "p")])
         for node in ("actor", "critic"):
-            folder.write_rollouts(1, rows, node=node)
+            folder.rollouts_of(node).write(1, rows)
             ledger.commit_step(node, 1, version=1, source="prompts", trained=[0])
             folder.append_metrics({"step": 1, "node": node, "dropped": {}})
 
@@ -191,7 +191,7 @@ def test_a_token_of_a_version_that_did_not_exist_is_a_fault_of_the_trainer_that_
 def test_rollouts_that_a_trainer_lacks_are_found_beside_those_of_another(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "two")
     _two_sinks(folder, oldest=0)
-    folder.step_file(1, node="critic").unlink()
+    folder.rollouts_of("critic").step_file(1).unlink()
     assert not verify(folder.path).clean
 
 

@@ -35,7 +35,7 @@ class Outcome:
         steps = [line for line in result.metrics if "loss" in line]
         rollouts = []
         for step in range(1, STEPS + 1):
-            table = RunFolder.open(result.folder).read_rollouts(step)
+            table = RunFolder.open(result.folder).rollouts_of().read(step)
             columns = ("group_id", "position", "tokens", "logprobs", "versions")
             rollouts += list(zip(*(table.column(name).to_pylist() for name in columns), strict=True))
         return cls(

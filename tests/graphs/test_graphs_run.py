@@ -126,7 +126,7 @@ def test_a_reward_model_may_take_the_place_of_the_reward(flags: Flags, tmp_path:
     more = ["--judge", str(judge), "--answer", "", "--reward", "nowhere.py:nothing", "--inline", "--quiet"]
     main(build_of("ppo"), args=flags("ppo", *more))
     folder, _ = ran(tmp_path)
-    table = folder.read_rollouts(1, node="actor")
+    table = folder.rollouts_of("actor").read(1)
     assert len(set(table.column("reward").to_pylist())) == len(set(table.column("completion").to_pylist())) > 1
 
 
@@ -161,14 +161,16 @@ def test_a_file_may_call_its_columns_otherwise(flags: Flags, tmp_path: Path) -> 
     files = ["--prompts", other[0], "--held-out", other[1]]
     main(build_of("sft"), args=flags("sft", *files, *named, "--inline", "--quiet"))
     folder, _ = ran(tmp_path)
-    table = folder.read_rollouts(1)
+    table = folder.rollouts_of().read(1)
     assert table.column("answer").to_pylist() == table.column("completion").to_pylist()
 
 
 def test_prompts_are_trained_in_another_order_than_the_files(flags: Flags, tmp_path: Path) -> None:
     main(build_of("sft"), args=flags("sft", "--epochs", "1", "--steps", "6", "--inline", "--quiet"))
     folder, _ = ran(tmp_path)
-    prompts = [prompt for step in range(1, 7) for prompt in folder.read_rollouts(step).column("prompt").to_pylist()]
+    prompts = [
+        prompt for step in range(1, 7) for prompt in folder.rollouts_of().read(step).column("prompt").to_pylist()
+    ]
     stand = [row["prompt"] for row in words(24)]
     assert prompts != stand and sorted(prompts) == sorted(stand)
 

@@ -84,7 +84,7 @@ HOSTS = (
     Law(
         "files of steps that are taken back are nobody's",
         "test_a_return_forgets_who_had_the_files_of_steps_that_are_taken_back",
-        "dataflow.folder.ledger.calls:RollBack.run",
+        "dataflow.folder.ledger.upkeep:RollBack.run",
         without("forget_after"),
         "that their places go with them",
     ),

@@ -162,7 +162,7 @@ DATA_PLANE = (
     Law(
         "a peer that is gone is named at the deadline: who waited, for whom, on which edge",
         "test_a_receiver_that_stays_away_is_gone_at_the_deadline_and_named",
-        "transport:Sender._check_presence",
+        "transport:Receivers._check_presence",
         never("_peer_timeout_s"),
         "the deadline of an absent receiver",
     ),
@@ -295,7 +295,7 @@ WEIGHT_PLANE = (
         "weights change when nobody reads them",
         "test_a_version_that_is_read_late_has_its_own_weights[3-Lending]",
         "operators.training.learner.learner:Learner.end",
-        assigned("settled", "True", "offers_weights"),
+        assigned("settled", "True", "changing"),
         "the wait for readers before an update",
     ),
     Law(

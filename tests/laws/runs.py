@@ -378,14 +378,14 @@ LEDGER = (
         "a step and the entries of its groups commit together",
         "test_a_refused_step_leaves_no_trace",
         "dataflow.folder.ledger:CommitStep.run",
-        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "end", "outcomes", "db"),
+        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "_end", "outcomes", "db"),
         "the one transaction",
     ),
     Law(
         "a crash leaves a call of the ledger done or not begun",
         "test_a_crash_at_any_statement_leaves_a_call_done_or_not_begun",
         "dataflow.folder.ledger:CommitStep.run",
-        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "end", "outcomes", "db"),
+        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "_end", "outcomes", "db"),
         "the one transaction, seen by a crash",
     ),
     Law(
@@ -462,7 +462,7 @@ LEDGER = (
         "a group's state is in the ledger before it is sent",
         "test_groups_are_marked_in_the_ledger_before_they_are_sent",
         "dataflow:NodeLoop._put",
-        without("_mark", "groups"),
+        without("_marks", "groups"),
         "the mark",
     ),
     Law(

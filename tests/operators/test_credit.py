@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_rig import group
 
-from dataflow.node import Batch, Context
 from dataflow.records import ERROR, GROUP_ID, TOKEN_NUMBERS
+from dataflow.runtime import Batch, Context
 from operators.credit import (
     advantage,
     gae,

@@ -10,8 +10,9 @@ from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
 
 from dataflow.errors import OperatorError
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.rollout_files import RolloutFiles
 from dataflow.folder.run_folder import RunFolder
-from dataflow.node import Batch, Context
+from dataflow.runtime import Batch, Context
 from operators.evaluate import Evaluate, EvaluateRuntime, round_metrics
 
 
@@ -190,7 +191,8 @@ def test_metrics_tell_of_each_round_that_the_ledger_has_and_of_no_other_wherever
 
     crashing.push(_held_out(0), _held_out(1))
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger if dies_in == "commit_round" else RunFolder, dies_in, die)
+        keepers = {"write_evaluation": RolloutFiles, "commit_round": Ledger, "append_metrics": RunFolder}
+        patch.setattr(keepers[dies_in], dies_in, die)
         with pytest.raises(KeyboardInterrupt):
             crashing.run()
     recorded = crashing.ledger.last_round("eval")
@@ -208,7 +210,7 @@ def test_an_evaluation_whose_file_is_gone_goes_on_without_its_line(crashing: Cra
     crashing.push(_held_out(0), _held_out(1))
     crashing.run()
     crashing.folder.metrics.unlink()
-    crashing.folder.evaluation_file(0).unlink()
+    crashing.folder.rollouts_of().evaluation_file(0).unlink()
     crashing.start()
     assert crashing.runtime.status()["round"] == 0
     assert crashing.folder.read_metrics() == []
@@ -229,7 +231,7 @@ def test_what_is_left_of_a_round_that_was_given_up_is_in_no_later_one(crashing: 
     assert crashing.runtime.status()["queue"] == 0
     crashing.push(_held_out(2, step=1), _held_out(3, step=1))
     crashing.run()
-    assert crashing.folder.read_evaluation(1).column("group_id").to_pylist() == [2, 3]
+    assert crashing.folder.rollouts_of().read_evaluation(1).column("group_id").to_pylist() == [2, 3]
     assert crashing.kept == []
 
 

@@ -20,7 +20,7 @@ from slices_rig import WAIT_S, Opens, writer
 
 from dataflow import Devices, Graph, GraphError, LoRA, Model, plan
 from dataflow.errors import RunError, WorkerDied
-from dataflow.node import Batch, Context, Runtime
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import Bound
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Logprobs, RewardModel, Values

@@ -20,8 +20,8 @@ from rigs.heads import classifier
 from dataflow import Model
 from dataflow.errors import DeadlineError
 from dataflow.limits import Limits
-from dataflow.node import Batch
 from dataflow.records import version_column
+from dataflow.runtime import Batch
 from dataflow.staleness import Bound
 from operators import Logprobs, Values
 from operators.forward_pass.due import Known, is_due, needed

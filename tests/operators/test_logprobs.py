@@ -25,7 +25,7 @@ from rigs.heads import classifier
 from dataflow import Model
 from dataflow.errors import OperatorError
 from dataflow.model import LoRA
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.staleness import Bound
 from operators import Logprobs, Trainer, Values
 from operators.models.loading import load_model

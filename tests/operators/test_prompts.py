@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
 from dataflow.folder.ledger import InFlight
-from dataflow.node import Context, Runtime
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_COLUMNS, PROMPT_ID, ROUND_SIZE
+from dataflow.runtime import Context, Runtime
 from dataflow.staleness import Bound
 from operators.prompts import Prompts
 from operators.sources.prompt_runtime import permutation

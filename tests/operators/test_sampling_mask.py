@@ -9,7 +9,8 @@ from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_learner, tiny
 from dataflow.errors import RecordError
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE
 from dataflow.rollout_tokens import SamplingMask, gather
-from operators.engine.sampler import Sampling, draw
+from operators.engine.sampler import draw
+from operators.engine.sampling import Sampling
 from operators.training.learner.packing import pack
 from operators.training.learner.policy import Policy
 

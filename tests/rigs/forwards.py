@@ -11,8 +11,8 @@ import pyarrow as pa
 import torch
 import transformers
 
-from dataflow.node import Batch, Context
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, schema
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.forward import ForwardOperator
 from operators.forward_pass.reading import reading_of

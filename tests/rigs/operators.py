@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from dataflow.node import Batch, Context, Operator, Runtime, Sink
+from dataflow.node import Operator, Sink
+from dataflow.runtime import Batch, Context, Runtime
 
 O = TypeVar("O", bound=Operator)  # noqa: E741
 

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT.parent), str(ROOT)]
 from dataflow import Graph, Model, run, scorer  # noqa: E402
 from dataflow.display import say  # noqa: E402
 from dataflow.limits import Limits  # noqa: E402
-from dataflow.node import Context, Runtime  # noqa: E402
+from dataflow.runtime import Context, Runtime  # noqa: E402
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer  # noqa: E402
 from dataflow.worker import worker  # noqa: E402
 from rigs.graphs import fake_graph, reward, tiny_graph  # noqa: E402

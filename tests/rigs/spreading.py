@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow import Graph, Model
+from dataflow.node import Traits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.traits import Traits
 
 POLICY = Model("policy")
 

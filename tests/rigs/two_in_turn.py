@@ -57,7 +57,7 @@ def main(policy: str, folder: str, way: str, steps: str, ranks: str) -> None:
     gpus: Any = "shared" if way == "shared" else None
     made = graph(policy, pids, int(ranks))
     result = run(made, steps=int(steps), gpus=gpus, runs=Path(folder) / "runs", quiet=True)
-    rollouts = [RunFolder.open(result.folder).read_rollouts(step + 1) for step in range(result.steps)]
+    rollouts = [RunFolder.open(result.folder).rollouts_of().read(step + 1) for step in range(result.steps)]
     print(json.dumps({
         "clean": result.verdict.clean, "losses": [(line["loss"], line["grad_norm"]) for line in result.metrics],
         "tokens": [table.column("tokens").to_pylist() for table in rollouts],

@@ -61,7 +61,7 @@ def losses(result: Result) -> list[float]:
 
 
 def rollouts(result: Result) -> list[pa.Table]:
-    return [RunFolder.open(result.folder).read_rollouts(step) for step in range(1, result.steps + 1)]
+    return [RunFolder.open(result.folder).rollouts_of().read(step) for step in range(1, result.steps + 1)]
 
 
 # The same seed

@@ -36,7 +36,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, machine: None) -> Calla
 
 def trained(result: Result) -> list[int]:
     steps = range(1, result.steps + 1)
-    tables = [RunFolder.open(result.folder).read_rollouts(step) for step in steps]
+    tables = [RunFolder.open(result.folder).rollouts_of().read(step) for step in steps]
     return [group for table in tables for group in table.column("group_id").unique().to_pylist()]
 
 
@@ -101,7 +101,7 @@ def test_groups_of_a_filter_that_raises_are_dropped_as_failed(policy: Path, tmp_
 
 
 def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(policy: Path, tmp_path: Path) -> None:
-    from dataflow.node import Batch, Context
+    from dataflow.runtime import Batch, Context
     from dataflow.staleness import Bound
     from operators.trainer import Trainer
 
@@ -109,7 +109,7 @@ def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(policy: Path
     first = run(graph, steps=4, on=inline(), runs=tmp_path, quiet=True)
     folder = RunFolder.open(first.folder)
     wanted = [line["loss"] for line in first.metrics if line.get("step") == 3]
-    rows = folder.read_rollouts(3)
+    rows = folder.rollouts_of().read(3)
     with Ledger.open(folder.ledger) as ledger:
         (plan, _) = ledger.roll_back_to(2, "trainer")
         assert (plan.trained, dict(plan.dropped)) == ((13, 14, 16, 17), {12: "two_of_three", 15: "two_of_three"})

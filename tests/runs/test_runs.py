@@ -51,7 +51,7 @@ def test_every_group_is_trained_once_and_in_the_order_of_issue(runs: Runner) -> 
     result = runs(fake_graph(count=40, prompts_per_step=4))
     trained = []
     for step in range(1, result.steps + 1):
-        trained += RunFolder.open(result.folder).read_rollouts(step).column("group_id").to_pylist()
+        trained += RunFolder.open(result.folder).rollouts_of().read(step).column("group_id").to_pylist()
     assert trained == [group for group in range(40) for _ in range(4)]
 
 
@@ -90,7 +90,7 @@ def test_scores_reach_the_trainer_beside_the_rows_they_were_made_of(runs: Runner
         return [max(number)] * len(number)
 
     result = runs(fake_graph(scorers=(number, largest), count=16))
-    table = RunFolder.open(result.folder).read_rollouts(2)
+    table = RunFolder.open(result.folder).rollouts_of().read(2)
     assert table.column("number").to_pylist() == [float(g) for g in table.column("group_id").to_pylist()]
     assert table.column("largest").equals(table.column("number"))
 
@@ -189,7 +189,7 @@ def test_evaluation_comes_before_the_first_step_every_so_often_and_after_the_las
     for step, line in rounds.items():
         assert (line["eval_n"], line["eval_errors"]) == (12, 0)
         assert step <= line["eval_version_min"] <= line["eval_version_max"] <= 7
-        rows = RunFolder.open(result.folder).read_evaluation(step)
+        rows = RunFolder.open(result.folder).rollouts_of().read_evaluation(step)
         assert pc.mean(rows.column("reward")).as_py() == line["eval_accuracy"]
     assert rounds[0]["eval_version_max"] == 0
     first_step = next(at for at, line in enumerate(result.metrics) if "loss" in line)
@@ -226,7 +226,7 @@ def test_a_synchronous_run_in_processes_trains_only_what_its_own_weights_made(
     result = run(tiny_graph(policy, max_staleness=0), steps=3, runs=tmp_path, quiet=True)
     assert result.verdict.clean, result.verdict.line
     for step in (1, 2, 3):
-        versions = pc.list_flatten(RunFolder.open(result.folder).read_rollouts(step).column("versions"))
+        versions = pc.list_flatten(RunFolder.open(result.folder).rollouts_of().read(step).column("versions"))
         assert set(pc.unique(versions).to_pylist()) == {-1, step - 1}
 
 
@@ -266,7 +266,7 @@ def test_a_program_that_reads_the_ledger_for_ever_holds_no_checkpoint_and_no_end
         return made
 
     monkeypatch.setattr(Ledger, "create", browsed)
-    monkeypatch.setattr("operators.training.journal.WAL_TOLD_BYTES", 1 << 15)
+    monkeypatch.setattr("operators.training.checkpoints.saving.WAL_TOLD_BYTES", 1 << 15)
     graph = tiny_graph(policy, max_staleness=0, eval_every=3, checkpoint_every=1)
     with capture_logs() as logs:
         result = run(graph, steps=3, on=inline(), runs=tmp_path, quiet=True)

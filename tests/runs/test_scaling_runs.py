@@ -22,8 +22,9 @@ from dataflow import Graph, GraphError, Model, Result, RunError, inline, run
 from dataflow.errors import DeadlineError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
-from dataflow.node import Batch, Context, Runtime, Transform
+from dataflow.node import Transform
 from dataflow.records import GROUP_ID
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scheduler.control import Limits
 from dataflow.scheduler.requests import ask_to_scale
 from dataflow.staleness import admit
@@ -154,7 +155,7 @@ def trained(result: Result) -> list[int]:
     """The group of every row that was trained, in order."""
     folder = RunFolder.open(result.folder)
     steps = range(1, result.steps + 1)
-    return [group for step in steps for group in folder.read_rollouts(step).column("group_id").to_pylist()]
+    return [group for step in steps for group in folder.rollouts_of().read(step).column("group_id").to_pylist()]
 
 
 def each_once(count: int) -> list[int]:

@@ -18,8 +18,9 @@ from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.node import Batch, Context, Runtime, Transform
+from dataflow.node import Transform
 from dataflow.records import GROUP_ID, Columns
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import admit
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Prompts, Trainer
@@ -109,7 +110,7 @@ def actor_and_critic(
 
 
 def groups_by_step(folder: RunFolder, node: str, steps: int = STEPS) -> list[list[int]]:
-    tables = [folder.read_rollouts(step, node=node) for step in range(1, steps + 1)]
+    tables = [folder.rollouts_of(node).read(step) for step in range(1, steps + 1)]
     return [pc.unique(table.column(GROUP_ID)).to_pylist() for table in tables]
 
 
@@ -146,7 +147,7 @@ def test_a_synchronous_run_judges_and_generates_with_the_weights_of_the_step_bef
     result = run(actor_and_critic(policy, max_staleness=0), steps=STEPS, runs=tmp_path, quiet=True)
     folder = RunFolder.open(result.folder)
     for step in range(1, STEPS + 1):
-        table = folder.read_rollouts(step, node="train_critic")
+        table = folder.rollouts_of("train_critic").read(step)
         assert set(pc.list_flatten(table.column("versions")).to_pylist()) <= {-1, step - 1}
         assert set(table.column("judged_by").to_pylist()) == {step - 1}
 

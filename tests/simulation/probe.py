@@ -46,7 +46,8 @@ class Probe:
 
     def recorded(self, step: int) -> pa.Table | None:
         """The rows of a step that was made, None where its file is missing."""
-        return self._world.folder.read_rollouts(step) if self._world.folder.step_file(step).exists() else None
+        rollouts = self._world.folder.rollouts_of()
+        return rollouts.read(step) if rollouts.step_file(step).exists() else None
 
     # the generator
 

@@ -30,7 +30,7 @@ def product(world: World) -> Iterator[None]:
     def appended(self_: finished.Finished, rows: Any) -> None:
         append(self_, rows)
         assert world.current is not None
-        if TRAINED in self_._files._ending and not world.room.is_fenced(world.current):
+        if TRAINED in self_._ending and not world.room.is_fenced(world.current):
             world.durable.update(rows.column(GROUP_ID).to_pylist())
         world.current.point()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dataflow.folder.finished import Finished
-from dataflow.node import Batch
+from dataflow.runtime import Batch
 from dataflow.scheduler import recovery, state_machine
 from dataflow.worker.acknowledgements import Acknowledgements
 from operators.generation.admission import Admission

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 
 from dataflow.model import Model
-from dataflow.node import Batch, Context, Learn, Runtime
+from dataflow.node import Learn, Traits
 from dataflow.records import GROUP_ID, VERSIONS
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import oldest_versions, sweep
-from dataflow.traits import Traits
 from operators.training.journal import expected
 from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 
@@ -166,7 +166,7 @@ class _Training(Runtime):
         table = pa.Table.from_batches(rows)
         self._step, self._content = self._step + 1, trained(self._content, table)
         assert context.folder is not None and context.ledger is not None
-        context.folder.write_rollouts(self._step, table)
+        context.folder.rollouts_of().write(self._step, table)
         self._probe.commits(self._step, self._content, table, [group.group_id for group in groups])
         context.ledger.commit_step(
             context.node, self._step, version=self._step, source=self._source,

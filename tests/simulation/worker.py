@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.worker.host import Host, Settings
 from dataflow.worker.messages import (
     TO_SCHEDULER,
@@ -75,6 +75,13 @@ class Touching:
         self._inner.close()
 
 
+class TouchingFolder(Touching):
+    """A run folder, whose files of rollouts are outside too."""
+
+    def rollouts_of(self, node: str | None = None) -> Touching:
+        return Touching(self._inner.rollouts_of(node), self._process, self._done, self._pass)
+
+
 class Hearing(Worker):
     """The product's worker as far as it hears messages and answers them; when it takes turns is the world's to say."""
 
@@ -109,7 +116,7 @@ class SimulatedHost(Host):
         told = {"commit_step": probe.committed, "drop": probe.gave_up, "commit_round": probe.recorded_round}
         self.ledger = Touching(self.ledger, process, told, probe.may_write)  # type: ignore[assignment]
         told_of = {"write_evaluation": probe.judges}
-        self.folder = Touching(self.folder, process, told_of, probe.may_write)  # type: ignore[assignment]
+        self.folder = TouchingFolder(self.folder, process, told_of, probe.may_write)  # type: ignore[assignment]
 
     def _context(self, name: str) -> Context:
         return dataclasses.replace(super()._context(name), clock=self.probe.clock, log=self.probe)

@@ -327,7 +327,7 @@ class World:
         check(self.newest_committed == shape.steps, f"{self.newest_committed} of {shape.steps} steps were made")
         check(counts.trained == shape.steps * shape.prompts_per_step, f"not all was trained: {counts}")
         for step in range(1, shape.steps + 1):
-            again = trained(self.contents[step - 1], self.folder.read_rollouts(step))
+            again = trained(self.contents[step - 1], self.folder.rollouts_of().read(step))
             check(again == self.contents[step], f"the file of step {step} has other rows than were trained")
         left = self.ledger.in_flight("prompts")
         check(not left, f"groups {left} have no outcome at the end")

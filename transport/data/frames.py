@@ -1,49 +1,24 @@
-"""Bytes on the wire: sealed messages, and record batches as Arrow IPC streams with a checksum.
+"""Record batches as bytes on the wire: Arrow IPC streams with a checksum.
 
-A message is one header frame, and for `Data` one body frame. The header is what the codec makes of
-the message, followed by its own xxh3_64, so that no byte of it can change unnoticed; `checksum` inside it
-covers the body. The body is a whole Arrow stream: schema, dictionaries, one batch. (Sending the
-schema with every batch costs about 15 us; it spares dictionary columns a protocol of their own.)
+The body frame of a `Data` message is a whole Arrow stream: schema, dictionaries, one batch; `checksum` in its header
+covers it. (Sending the schema with every batch costs about 15 us; it spares dictionary columns a protocol of their
+own.)
 """
 
 import struct
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import xxhash
 
-from transport.codec import Codec
-from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
+from transport.data.compression import is_compressed
+from transport.data.messages import Data
 from transport.errors import FrameError, SchemaMismatch
 
-SEAL_BYTES = 8
-MAX_HEADER_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 8
 _UNREADABLE = (
     pa.ArrowException, ValueError, TypeError, KeyError, IndexError, OSError, MemoryError, StopIteration, struct.error,
 )  # fmt: skip
-_HEADER_KIND, _HEADER, _DICTIONARY_BATCH, _RECORD_BATCH, _DATA, _COMPRESSION = 1, 2, 2, 3, 1, 3
-"""Of Arrow's Message.fbs: fields of Message, its kinds of header, and fields of DictionaryBatch and RecordBatch."""
-
-
-_CODEC: Codec[Message] = Codec("data", 1, Hello, Data, Welcome, Ack, Refusal, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES)
-
-
-def encode_message(message: Message) -> bytes:
-    """The header frame of a message."""
-    packed = _CODEC.encode(message)
-    return packed + xxhash.xxh3_64_digest(packed)
-
-
-def decode_message(frame: Any) -> Message:
-    """The message of a header frame; FrameError for anything that `encode_message` did not make."""
-    data = bytes(frame)
-    if not SEAL_BYTES < len(data) <= MAX_HEADER_BYTES:
-        raise FrameError(f"a header frame has the wrong size; got {len(data)} bytes; use one protocol")
-    packed, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
-    if xxhash.xxh3_64_digest(packed) != seal:
-        raise FrameError(f"a header is damaged; its seal does not fit its {len(packed)} bytes; send it again")
-    return _CODEC.decode(packed)
 
 
 def encode_schema(schema: pa.Schema) -> bytes:
@@ -131,7 +106,7 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
     if buffer.address % _ALIGNMENT_BYTES:
         buffer = pa.py_buffer(buffer.to_pybytes())
     try:
-        if any(_is_compressed(message.metadata) for message in pa.ipc.MessageReader.open_stream(buffer)):
+        if any(is_compressed(message.metadata) for message in pa.ipc.MessageReader.open_stream(buffer)):
             raise FrameError(
                 f"batch {header.sequence} of '{header.sender}' is compressed; got {buffer.size} bytes that would take "
                 f"an unknown number; send what Encoder makes of a record batch"
@@ -148,34 +123,6 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
         ) from error
     check_batch(batch, header)
     return batch
-
-
-def _is_compressed(metadata: Any) -> bool:
-    """Whether the columns of a message are; `metadata` is its flatbuffer, which Arrow has verified."""
-    data = memoryview(metadata)
-    message = _follow(data, 0)
-    kind = _field(data, message, _HEADER_KIND)
-    table = _follow(data, _field(data, message, _HEADER))
-    if data[kind] == _DICTIONARY_BATCH:
-        table = _follow(data, _field(data, table, _DATA))
-    elif data[kind] != _RECORD_BATCH:
-        return False
-    return _field(data, table, _COMPRESSION) > 0
-
-
-def _follow(data: memoryview, at: int) -> int:
-    """Where the offset that stands at a place leads."""
-    return at + cast(int, struct.unpack_from("<I", data, at)[0])
-
-
-def _field(data: memoryview, table: int, number: int) -> int:
-    """Where a field of a flatbuffer's table stands; 0 where it is left out."""
-    layout = table - cast(int, struct.unpack_from("<i", data, table)[0])
-    slot = 4 + 2 * number
-    if slot >= struct.unpack_from("<H", data, layout)[0]:
-        return 0
-    offset = cast(int, struct.unpack_from("<H", data, layout + slot)[0])
-    return table + offset if offset else 0
 
 
 def check_schema(found: pa.Schema, wanted: pa.Schema, *, edge: str) -> None:

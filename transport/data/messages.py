@@ -1,4 +1,4 @@
-"""What senders and receivers of one edge say to each other: five messages, no bytes yet.
+"""What senders and receivers of one edge say to each other: five messages.
 
 sender -> receiver    Hello     who I am, what I send, where I stand; repeated after every reconnection,
                                 when a window shrank, at the end of the stream, and when it begins again
@@ -6,11 +6,21 @@ sender -> receiver    Hello     who I am, what I send, where I stand; repeated a
 receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
                       Ack       these batches are done with, and of others these rows; your window from now on
                       Refusal   no, and why
+
+A message is one header frame, and for `Data` one body frame (`frames`). The header is what the codec makes of the
+message, followed by its own xxh3_64, so that no byte of it can change unnoticed.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from transport.codec import Natural
+import xxhash
+
+from transport.codec import Codec, Natural
+from transport.errors import FrameError
+
+SEAL_BYTES = 8
+MAX_HEADER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,3 +146,21 @@ class Refusal:
 
 
 Message = Hello | Data | Welcome | Ack | Refusal
+_CODEC: Codec[Message] = Codec("data", 1, Hello, Data, Welcome, Ack, Refusal, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES)
+
+
+def encode_message(message: Message) -> bytes:
+    """The header frame of a message."""
+    packed = _CODEC.encode(message)
+    return packed + xxhash.xxh3_64_digest(packed)
+
+
+def decode_message(frame: Any) -> Message:
+    """The message of a header frame; FrameError for anything that `encode_message` did not make."""
+    data = bytes(frame)
+    if not SEAL_BYTES < len(data) <= MAX_HEADER_BYTES:
+        raise FrameError(f"a header frame has the wrong size; got {len(data)} bytes; use one protocol")
+    packed, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+    if xxhash.xxh3_64_digest(packed) != seal:
+        raise FrameError(f"a header is damaged; its seal does not fit its {len(packed)} bytes; send it again")
+    return _CODEC.decode(packed)

@@ -16,13 +16,11 @@ from zmq.utils.monitor import parse_monitor_message
 
 from transport.data import frames
 from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
-from transport.data.messages import Data, Message
+from transport.data.messages import MAX_HEADER_BYTES, Data, Message, decode_message, encode_message
 from transport.errors import AddressError, FrameError
-from transport.reconnecting import give_up_soon
-from transport.security import HANDSHAKE_MS, Guard, Keys, check_address, present
+from transport.reconnecting import watch
+from transport.security import Guard, Keys, check_address, present
 
-_HEARTBEAT_MS = 2_000
-_HEARTBEAT_TIMEOUT_MS = 10_000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 500
 _REPLY_LINGER_MS = 1_000
 _UNBIND_TIMEOUT_S = 2.0
@@ -65,9 +63,9 @@ class SocketConnection:
     def __init__(self, context: "zmq.Context[Any]", address: str, keys: Keys | None) -> None:
         self.address = address
         self._socket = context.socket(zmq.DEALER)
-        _prepare(self._socket, address)
+        watch(self._socket, address)
         self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.MAXMSGSIZE, frames.MAX_HEADER_BYTES)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self._socket.set(zmq.LINGER, 0)
@@ -85,7 +83,7 @@ class SocketConnection:
 
     def put(self, message: Message, payload: Any = None) -> bool:
         """Queue a message; False when ZeroMQ takes nothing."""
-        header = frames.encode_message(message)
+        header = encode_message(message)
         parts = [header] if payload is None else [header, _part(payload, message)]
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
@@ -104,7 +102,7 @@ class SocketConnection:
         try:
             if len(parts) != 1:
                 raise FrameError(f"a reply has one frame; got {len(parts)}; it is not of this protocol")
-            return frames.decode_message(parts[0])
+            return decode_message(parts[0])
         except FrameError as error:
             return Junk(connection=0, reason=str(error))
 
@@ -135,11 +133,11 @@ class SocketListener:
         self._deaf: deque[Junk] = deque(maxlen=_SPARE_MESSAGES)
         self._guard = None if keys is None else Guard(keys)
         self._socket = (context if self._guard is None else self._guard.context).socket(zmq.ROUTER)
-        _prepare(self._socket, address)
+        watch(self._socket, address)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.RCVHWM, queue_messages + _SPARE_MESSAGES)
         self._socket.set(zmq.SNDHWM, queue_messages + _SPARE_MESSAGES)
-        self._socket.set(zmq.MAXMSGSIZE, 2 * max_message_bytes + frames.MAX_HEADER_BYTES)
+        self._socket.set(zmq.MAXMSGSIZE, 2 * max_message_bytes + MAX_HEADER_BYTES)
         self._socket.set(zmq.LINGER, _REPLY_LINGER_MS)
         if self._guard is not None:
             self._guard.protect(self._socket)
@@ -168,12 +166,12 @@ class SocketListener:
         connection = parts[0].bytes
         sizes = [len(part) for part in parts[1:]]
         try:
-            if not 1 <= len(sizes) <= 2 or max(sizes) > max(self._max_message_bytes, frames.MAX_HEADER_BYTES):
+            if not 1 <= len(sizes) <= 2 or max(sizes) > max(self._max_message_bytes, MAX_HEADER_BYTES):
                 raise FrameError(
                     f"a message has the wrong form; got frames of {sizes[:4]} bytes; send a header and one "
                     f"batch of at most {self._max_message_bytes} bytes"
                 )
-            message = frames.decode_message(parts[1].buffer)
+            message = decode_message(parts[1].buffer)
             if (len(sizes) == 2) != isinstance(message, Data):
                 raise FrameError(f"a message has the wrong form; got frames of {sizes} bytes; send it whole")
         except FrameError as error:
@@ -191,7 +189,7 @@ class SocketListener:
         """
         assert isinstance(connection, bytes)
         try:
-            self._socket.send_multipart([connection, frames.encode_message(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([connection, encode_message(message)], zmq.NOBLOCK)
         except zmq.Again:
             self._deaf.append(Junk(connection=connection, reason="it does not read what it is answered"))
         except zmq.ZMQError:
@@ -235,14 +233,6 @@ def _part(content: zmq.Frame, message: Message) -> zmq.Frame:
         return content
     part = content.buffer[message.offset : message.offset + message.part_bytes]
     return zmq.Frame(part, copy=len(part) < _COPY_BELOW_BYTES)
-
-
-def _prepare(socket: "zmq.Socket[bytes]", address: str) -> None:
-    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    socket.set(zmq.IPV6, "[" in address)
-    give_up_soon(socket, address)
 
 
 def _readable(socket: "zmq.Socket[bytes]") -> bool:

@@ -13,9 +13,9 @@ from dataflow.folder.copies.parts import CONFIG, Copies, part_name
 from dataflow.folder.copies.store import LEDGER, Store, name_of
 from dataflow.folder.copies.taking import ANSWER_S, ask
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.calls import SetPlace
 from dataflow.folder.ledger.copying import unpack
 from dataflow.folder.ledger.places import HOME
+from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.retention import FACT
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import disk, flush_to_disk, to_json

@@ -11,9 +11,9 @@ from dataflow.folder.checkpoints import Checkpoints, damage_of
 from dataflow.folder.disks.fetching import HostPeer, Peer, fetch, listed
 from dataflow.folder.disks.messages import Answer, ListFiles, ReadFile
 from dataflow.folder.ledger.base import BaseLedger
-from dataflow.folder.ledger.calls import AddPlace
 from dataflow.folder.ledger.places import HOME, holders
 from dataflow.folder.ledger.questions import ListPlaces
+from dataflow.folder.ledger.upkeep import AddPlace
 from dataflow.system.files import RunFolderError, disk
 from dataflow.system.security import RunKeys
 

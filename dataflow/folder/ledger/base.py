@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dataflow.folder.ledger import calls, questions
+from dataflow.folder.ledger import calls, questions, upkeep
 from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
 from dataflow.folder.ledger.schema import LedgerError
 from dataflow.folder.placing import Placing
@@ -48,7 +48,7 @@ class BaseLedger(ABC):
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         """Put down what the run says of itself, by name, in place of what it said before under these names."""
-        self.do(calls.SetFacts({name: to_json(value) for name, value in facts.items()}))
+        self.do(upkeep.SetFacts({name: to_json(value) for name, value in facts.items()}))
 
     def facts(self) -> dict[str, Any]:
         """What the run says of itself, by name."""
@@ -114,7 +114,7 @@ class BaseLedger(ABC):
 
     def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
         """Note where the checkpoint of a committed step stands. Errors: LedgerError without such a step."""
-        self.do(calls.RecordCheckpoint(node, int(step), checkpoint))
+        self.do(upkeep.RecordCheckpoint(node, int(step), checkpoint))
 
     def roll_back_to(self, step: int, node: str) -> list[PlannedStep]:
         """Take back every step of `node` after `step`: its groups are scored, and in flight again.
@@ -123,7 +123,7 @@ class BaseLedger(ABC):
         A roll back to the last step takes nothing back, and records that the run went on from there.
         Errors: LedgerError when `node` never came to `step`.
         """
-        self.do(calls.RollBack(int(step), node))
+        self.do(upkeep.RollBack(int(step), node))
         return self.replay_plan(node)
 
     def replay_plan(self, node: str) -> list[PlannedStep]:

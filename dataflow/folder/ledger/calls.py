@@ -1,14 +1,30 @@
-"""What can be done to a ledger, a class each: done here in a transaction, or sent to the process that has it open."""
+"""What can be done to a ledger, a class each: done here in a transaction, or sent to the process that has it open.
+
+Here what a group goes through, from its issue to its outcome, and the reasons that are given when a law would break.
+"""
 
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-from dataflow.folder.ledger import places, writes
+from dataflow.folder.ledger.schema import STATES, LedgerError
 
 T = TypeVar("T")
+Outcome: TypeAlias = tuple[str, int, str, str, int | None, str | None]
+"""source, group_id, node, outcome, step, reason."""
+
+_ADVANCE = {
+    state: f"UPDATE groups SET state = '{state}' WHERE source = ? AND group_id = ? AND state IN "
+    f"({', '.join(repr(earlier) for earlier in STATES[:rank])})"
+    for rank, state in enumerate(STATES)
+    if rank > 0
+}
+"""How groups move forward to a state; those that are there or further are left alone."""
+_REISSUE = "UPDATE groups SET state = 'issued', issues = issues + 1 WHERE source = ? AND group_id = ?"
+_OUTCOME = "INSERT INTO outcomes (source, group_id, node, outcome, step, reason) VALUES (?, ?, ?, ?, ?, ?)"
+_STEP = "INSERT INTO steps (node, step, version, source, metrics, checkpoint, at) VALUES (?, ?, ?, ?, ?, ?, ?)"
 
 
 @dataclass(frozen=True)
@@ -24,8 +40,13 @@ class Call(ABC, Generic[T]):
     writes: ClassVar[bool] = False
     travels_as: ClassVar[type[Any]] = Value
     """How its answer travels."""
-    doing: str
-    """For an error."""
+    doing: ClassVar[str]
+    """For an error; with its fields in braces."""
+
+    @property
+    def said(self) -> str:
+        """For an error."""
+        return self.doing.format_map(vars(self))
 
     @abstractmethod
     def run(self, db: sqlite3.Connection, now: float) -> T:
@@ -39,19 +60,6 @@ class Write(Call[None]):
 
 
 @dataclass(frozen=True)
-class SetFacts(Write):
-    """As `BaseLedger.set_facts`; the values are JSON."""
-
-    facts: Mapping[str, str]
-
-    doing = "put down what the run is"
-
-    def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
-        writes.set_facts(db, self.facts)
-
-
-@dataclass(frozen=True)
 class Issue(Write):
     """As `BaseLedger.issue`."""
 
@@ -61,8 +69,20 @@ class Issue(Write):
     doing = "issue groups"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
-        writes.issue(db, self.source, self.prompts)
+        """Insert groups that follow the last one; known ones must be of the same prompt."""
+        following = next_group_id(db, self.source)
+        new: list[tuple[str, int, str]] = []
+        for group, prompt in self.prompts:
+            if group < following:
+                _check_same_prompt(db, self.source, group, prompt)
+            elif group == following + len(new):
+                new.append((self.source, group, prompt))
+            else:
+                raise LedgerError(
+                    f"source '{self.source}' issued group {group} where {following + len(new)} is the next; "
+                    f"number groups from next_group_id() on, in order and without gaps"
+                )
+        db.executemany("INSERT INTO groups VALUES (?, ?, ?, 'issued', 1)", new)
 
 
 @dataclass(frozen=True)
@@ -73,14 +93,15 @@ class Advance(Write):
     group_ids: Sequence[int]
     state: str
 
-    @property
-    def doing(self) -> str:  # type: ignore[override]
-        """For an error."""
-        return f"advance groups to {self.state}"
+    doing = "advance groups to {state}"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""
-        writes.advance(db, self.source, self.group_ids, self.state)
+        if self.state not in _ADVANCE:
+            raise LedgerError(
+                f"groups cannot advance to '{self.state}'; use one of {list(_ADVANCE)}, reissue() or an outcome"
+            )
+        _update(db, _ADVANCE[self.state], self.source, self.group_ids)
 
 
 @dataclass(frozen=True)
@@ -93,8 +114,8 @@ class Reissue(Write):
     doing = "issue groups again"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
-        writes.reissue(db, self.source, self.group_ids)
+        """Do it, and count it."""
+        _update(db, _REISSUE, self.source, self.group_ids)
 
 
 @dataclass(frozen=True)
@@ -110,18 +131,20 @@ class CommitStep(Write):
     metrics: str
     checkpoint: str | None
 
-    @property
-    def doing(self) -> str:  # type: ignore[override]
-        """For an error."""
-        return f"commit step {self.step} of '{self.node}'"
+    doing = "commit step {step} of '{node}'"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
-        row = (self.node, self.step, self.version, self.source, self.metrics, self.checkpoint, now)
-        outcomes = writes.ended(self.node, self.source, "trained", self.trained, self.step)
-        outcomes += writes.dropped(self.node, self.source, self.dropped, self.step)
-        writes.add_step(db, row)
-        writes.end(db, self.node, self.source, outcomes)
+        """Insert the step, the next one of its node, and what became of its groups."""
+        last = last_step(db, self.node)
+        if self.step != last + 1:
+            raise LedgerError(
+                f"'{self.node}' committed step {self.step} but its last one is {last}; commit step {last + 1}, "
+                f"or roll_back_to() an earlier one first"
+            )
+        outcomes = _ended(self.node, self.source, "trained", self.trained, self.step)
+        outcomes += _dropped(self.node, self.source, self.dropped, self.step)
+        db.execute(_STEP, (self.node, self.step, self.version, self.source, self.metrics, self.checkpoint, now))
+        _end(db, self.node, self.source, outcomes)
 
 
 @dataclass(frozen=True)
@@ -133,14 +156,11 @@ class Drop(Write):
     reasons: Mapping[int, str]
     step: int | None
 
-    @property
-    def doing(self) -> str:  # type: ignore[override]
-        """For an error."""
-        return f"drop groups of '{self.node}'"
+    doing = "drop groups of '{node}'"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""
-        writes.end(db, self.node, self.source, writes.dropped(self.node, self.source, self.reasons, self.step))
+        _end(db, self.node, self.source, _dropped(self.node, self.source, self.reasons, self.step))
 
 
 @dataclass(frozen=True)
@@ -151,88 +171,97 @@ class CommitRound(Write):
     step: int
     groups: Mapping[str, Sequence[int]]
 
-    @property
-    def doing(self) -> str:  # type: ignore[override]
-        """For an error."""
-        return f"record the evaluation at step {self.step}"
+    doing = "record the evaluation at step {step}"
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""
         for source, group_ids in self.groups.items():
-            writes.end(db, self.node, source, writes.ended(self.node, source, "evaluated", group_ids, self.step))
+            _end(db, self.node, source, _ended(self.node, source, "evaluated", group_ids, self.step))
 
 
-@dataclass(frozen=True)
-class RecordCheckpoint(Write):
-    """As `BaseLedger.record_checkpoint`."""
-
-    node: str
-    step: int
-    checkpoint: str
-
-    @property
-    def doing(self) -> str:  # type: ignore[override]
-        """For an error."""
-        return f"record the checkpoint of step {self.step}"
-
-    def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
-        writes.record_checkpoint(db, self.node, self.step, self.checkpoint)
+def next_group_id(db: sqlite3.Connection, source: str) -> int:
+    """One above the last group of `source`; 0 before the first."""
+    row = db.execute("SELECT max(group_id) + 1 FROM groups WHERE source = ?", (source,)).fetchone()
+    return int(row[0] or 0)
 
 
-@dataclass(frozen=True)
-class RollBack(Write):
-    """As `BaseLedger.roll_back_to`, without its answer."""
-
-    step: int
-    node: str
-
-    @property
-    def doing(self) -> str:  # type: ignore[override]
-        """For an error."""
-        return f"roll '{self.node}' back to step {self.step}"
-
-    def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
-        writes.roll_back(db, self.node, self.step, now)
-        places.forget_after(db, self.node, self.step)
+def last_step(db: sqlite3.Connection, node: str) -> int:
+    """The last committed step of `node`; 0 before the first."""
+    row = db.execute("SELECT coalesce(max(step), 0) FROM steps WHERE node = ?", (node,)).fetchone()
+    return int(row[0])
 
 
-@dataclass(frozen=True)
-class SetPlace(Write):
-    """As `places.set_place`."""
-
-    path: str
-    host: str
-
-    @property
-    def doing(self) -> str:  # type: ignore[override]
-        """For an error."""
-        return f"note where '{self.path}' lies"
-
-    def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
-        places.set_place(db, self.path, self.host)
+def register(db: sqlite3.Connection, node: str, source: str) -> None:
+    """Note that `node` consumes the groups of `source`."""
+    db.execute("INSERT OR IGNORE INTO consumers VALUES (?, ?)", (node, source))
 
 
-@dataclass(frozen=True)
-class AddPlace(Write):
-    """As `places.add_place`."""
-
-    path: str
-    host: str
-
-    @property
-    def doing(self) -> str:  # type: ignore[override]
-        """For an error."""
-        return f"note a copy of '{self.path}'"
-
-    def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it."""
-        places.add_place(db, self.path, self.host)
+def some(groups: Iterable[Any]) -> str:
+    """The first few of a list, for a message."""
+    listed = sorted(groups)
+    return f"{listed[:5]}{f' and {len(listed) - 5} more' if len(listed) > 5 else ''}"
 
 
-AnyWrite: TypeAlias = (
-    SetFacts | Issue | Advance | Reissue | CommitStep | Drop | CommitRound | RecordCheckpoint | RollBack
-    | AddPlace
-)  # fmt: skip
+def _ended(node: str, source: str, outcome: str, group_ids: Iterable[int], step: int) -> list[Outcome]:
+    """Rows of groups that were trained or evaluated at a step."""
+    return [(source, int(group), node, outcome, step, None) for group in group_ids]
+
+
+def _dropped(node: str, source: str, reasons: Mapping[int, str], step: int | None) -> list[Outcome]:
+    """Rows of groups that were given up."""
+    return [(source, int(group), node, "dropped", step, str(reason)) for group, reason in reasons.items()]
+
+
+def _end(db: sqlite3.Connection, node: str, source: str, outcomes: list[Outcome]) -> None:
+    """Insert outcomes; a group that has one has been scored, whatever message about it is still under way."""
+    register(db, node, source)
+    try:
+        db.executemany(_OUTCOME, outcomes)
+    except sqlite3.IntegrityError as error:
+        db.execute("ROLLBACK")
+        raise LedgerError(_conflict(db, node, source, [row[1] for row in outcomes], error)) from error
+    db.executemany(_ADVANCE["scored"], [row[:2] for row in outcomes])
+
+
+def _update(db: sqlite3.Connection, statement: str, source: str, group_ids: Iterable[int]) -> None:
+    ids = [int(group) for group in group_ids]
+    if db.executemany(statement, [(source, group) for group in ids]).rowcount == len(ids):
+        return
+    following = next_group_id(db, source)
+    if unknown := [group for group in ids if not 0 <= group < following]:
+        raise LedgerError(
+            f"groups {some(unknown)} of '{source}' were never issued (the next one is {following}); issue() them first"
+        )
+
+
+def _check_same_prompt(db: sqlite3.Connection, source: str, group: int, prompt: str) -> None:
+    key = (source, int(group))
+    found = db.execute("SELECT prompt_id FROM groups WHERE source = ? AND group_id = ?", key).fetchone()
+    if found is None or found[0] != str(prompt):
+        raise LedgerError(
+            f"group {group} of '{source}' was issued for prompt {found and found[0]!r}, "
+            f"and now for {prompt!r}; give every group a number of its own, from next_group_id() on"
+        )
+
+
+def _conflict(db: sqlite3.Connection, node: str, source: str, groups: list[int], error: sqlite3.IntegrityError) -> str:
+    """Why outcomes were refused."""
+    if double := {group for group in groups if groups.count(group) > 1}:
+        return f"'{node}' gave groups {some(double)} of '{source}' two outcomes in one call; give each one"
+    for group in groups:
+        key = (source, group)
+        if not db.execute("SELECT 1 FROM groups WHERE source = ? AND group_id = ?", key).fetchone():
+            return f"'{node}' ended group {group} of '{source}', which was never issued; issue() it first"
+        found = db.execute(
+            "SELECT outcome, step, reason FROM outcomes WHERE source = ? AND group_id = ? AND node = ?",
+            (*key, node),
+        ).fetchone()
+        if found:
+            outcome, step, reason = found
+            at = f" at step {step}" if step is not None else ""
+            because = f" ({reason})" if reason else ""
+            return (
+                f"'{node}' would end group {group} of '{source}' twice: it was {outcome}{at}{because}; "
+                f"leave out groups that have an outcome"
+            )
+    return f"'{node}' gave outcomes of '{source}' that break a rule: {error}; look at the groups given"

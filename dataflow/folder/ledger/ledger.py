@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from dataflow.folder.ledger import calls, writes
 from dataflow.folder.ledger.base import BaseLedger
+from dataflow.folder.ledger.calls import Call, register
 from dataflow.folder.ledger.copying import pack
 from dataflow.folder.ledger.schema import (
     LedgerError,
@@ -54,7 +54,7 @@ class Ledger(BaseLedger):
             with transaction(db, path, "register the sinks"):
                 for node, sources in (consumers or {}).items():
                     for source in sources:
-                        writes.register(db, node, source)
+                        register(db, node, source)
         return cls(db, path, clock)
 
     @classmethod
@@ -66,10 +66,10 @@ class Ledger(BaseLedger):
             check_schema(db, path)
         return cls(db, path, clock)
 
-    def do(self, call: calls.Call[T]) -> T:
+    def do(self, call: Call[T]) -> T:
         """As the base has it."""
         self._check_owner()
-        with (transaction if call.writes else snapshot)(self._db, self.path, call.doing):
+        with (transaction if call.writes else snapshot)(self._db, self.path, call.said):
             return call.run(self._db, self._clock())
 
     def flush(self) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from dataflow.folder.ledger import places, reads, writes
-from dataflow.folder.ledger.calls import Call, Value
+from dataflow.folder.ledger import places, reads
+from dataflow.folder.ledger.calls import Call, Value, last_step, next_group_id
 from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
 
 
@@ -83,7 +83,7 @@ class NextGroupId(Call[int]):
 
     def run(self, db: sqlite3.Connection, now: float) -> int:
         """Do it."""
-        return writes.next_group_id(db, self.source)
+        return next_group_id(db, self.source)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class LastStep(Call[int]):
 
     def run(self, db: sqlite3.Connection, now: float) -> int:
         """Do it."""
-        return writes.last_step(db, self.node)
+        return last_step(db, self.node)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import sqlite3
 from dataclasses import dataclass
 
-from dataflow.folder.ledger.calls import AnyWrite, Call, Write
+from dataflow.folder.ledger.calls import Call, Write
+from dataflow.folder.ledger.upkeep import AnyWrite
 
 FLOOR = ""
 """In the place of a worker's name: the least number of a scheduler whose workers may write."""
@@ -99,10 +100,12 @@ class Numbered(Write):
     number: int
     call: AnyWrite
 
+    doing = "write"
+
     @property
-    def doing(self) -> str:  # type: ignore[override]
+    def said(self) -> str:
         """For an error."""
-        return self.call.doing
+        return self.call.said
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""

@@ -13,9 +13,10 @@ from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.disks.disks import Disks
 from dataflow.folder.disks.messages import CannotRead, Chunk, Listed, ListFiles, ReadFile
 from dataflow.folder.ledger import BaseLedger, LedgerError
-from dataflow.folder.ledger.calls import AnyWrite, Call, Write
+from dataflow.folder.ledger.calls import Call, Write
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import AnyRead
+from dataflow.folder.ledger.upkeep import AnyWrite
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.line import Line
 from dataflow.folder.ledger_service.messages import (
@@ -120,7 +121,7 @@ class LedgerClient(BaseLedger):
         if not call.writes:
             return cast("T", self._ask(cast("AnyRead", call)))
         number = self._send(cast("AnyWrite", call))
-        self._wait(lambda: not self._unheard, call.doing)
+        self._wait(lambda: not self._unheard, call.said)
         if (error := self._errors.pop(number, None)) is not None:
             raise error
         return cast("T", None)
@@ -128,7 +129,7 @@ class LedgerClient(BaseLedger):
     def _post(self, call: Write) -> None:
         self._send(cast("AnyWrite", call))
         if len(self._unheard) > UNHEARD:
-            self._wait(lambda: len(self._unheard) <= UNHEARD, call.doing)
+            self._wait(lambda: len(self._unheard) <= UNHEARD, call.said)
 
     def flush(self) -> None:
         """As the base has it."""
@@ -308,7 +309,7 @@ def _doing(what: Any) -> str:
             return f"add to '{what.path}'"
         case ListFiles() | ReadFile():
             return f"fetch '{what.path}'"
-    return str(what.doing)
+    return str(what.said)
 
 
 def _value(answer: Any) -> Any:

@@ -12,9 +12,10 @@ from dataflow.folder import placing
 from dataflow.folder.disks.messages import ListFiles, ReadFile
 from dataflow.folder.disks.reading import answer
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import Call, SetPlace, Value
+from dataflow.folder.ledger.calls import Call, Value
 from dataflow.folder.ledger.copying import pack
 from dataflow.folder.ledger.questions import ListPlaces
+from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.ledger.writers import FLOOR, Admit, ListWriters, NotMade, Numbered, Prepare, Token, Writer
 from dataflow.folder.ledger_service.messages import (
     Answer,

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from dataflow.folder.disks.messages import CannotRead, Chunk, Listed, ListFiles, ReadFile
-from dataflow.folder.ledger.calls import AnyWrite
 from dataflow.folder.ledger.questions import AnyRead, Result
+from dataflow.folder.ledger.upkeep import AnyWrite
 from dataflow.folder.ledger.writers import Token
 from dataflow.system.messages import Codec, Natural
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger.calls import some
 from dataflow.folder.ledger.places import HOME, holders
-from dataflow.folder.ledger.writes import some
 from dataflow.folder.retention import gone
 from dataflow.history.verify.digest import RolloutFile, digests
 from dataflow.history.verify.facts import Facts, Findings, Sink

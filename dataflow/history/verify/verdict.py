@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from dataflow.errors import DataflowError
+from dataflow.folder.ledger.calls import some
 from dataflow.folder.ledger.reads import Counts
-from dataflow.folder.ledger.writes import some
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import read_swaps
 from dataflow.history.verify.facts import NO_STEP, Facts, Findings, Sink, note_the_past, note_who_leads, read_facts

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from operators.engine import sampler
-from operators.engine.sampler import Draw, RowSampling, Sampling, uniform
+from operators.engine.sampler import Draw, uniform
+from operators.engine.sampling import RowSampling, Sampling
 
 MOST_STRETCHES = 64
 """What the second kernel looks through at once."""

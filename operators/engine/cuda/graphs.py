@@ -16,7 +16,8 @@ import torch
 from operators.engine.attention import AttentionLayout, Kernel
 from operators.engine.kv_cache import KVCache
 from operators.engine.pages import PAGE
-from operators.engine.sampler import Draw, Sampling
+from operators.engine.sampler import Draw
+from operators.engine.sampling import Sampling
 
 FINE = 64
 """Up to this many rows, buckets are 8 apart; above, an eighth to a quarter of what they hold."""

@@ -20,8 +20,7 @@ from operators.engine.native.attention import DTYPES
 from operators.engine.native.build import library
 from operators.engine.native.families import reason_against
 from operators.engine.native.packing import LONG, POINTER, PackedWeights
-from operators.engine.pages import PAGE
-from operators.engine.prefill import Prefix
+from operators.engine.pages import PAGE, Prefix
 from operators.models.errors import ModelError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dataflow.limits import Limits
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.system.channel import Channel
 from operators.engine.parallel import group
 from operators.engine.parallel.lockstep import follow

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.system.forking import has_used_cuda
 from operators.engine.build import Built
 from operators.engine.knobs import GeneratorKnobs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.build import Built, build_native
 from operators.engine.decode import Engine
 from operators.engine.knobs import GeneratorKnobs

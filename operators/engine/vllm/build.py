@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.build import Built, context_tokens_of, sampling_of, stops_of
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.vllm.engine import VllmEngine

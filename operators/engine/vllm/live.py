@@ -8,7 +8,7 @@ import numpy as np
 
 from dataflow.rollout_tokens import RolloutTokens
 from operators.engine.results import Row, Start
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 
 

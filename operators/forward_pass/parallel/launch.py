@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel.shards import Shard, localized, plain_pieces

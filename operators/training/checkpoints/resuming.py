@@ -10,10 +10,10 @@ from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.folder.ledger import MadeStep
-from dataflow.folder.ledger.writes import some
+from dataflow.folder.ledger.calls import some
 from dataflow.folder.retention import KNOB, gone
 from dataflow.model import Model
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.system.files import disk
 from operators.training.checkpoints import checkpoint
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from operators.training.learner.logprobs import Wanted, composed
+
 CPU_SLICE, GPU_SLICE = 2**20, 2**25
 """Logits of a slice, U * C: on a CPU 4 MiB, which stay in its cache; on a GPU 128 MiB, enough for its matrix units."""
 LEAST_IDS = 512
@@ -32,29 +34,6 @@ KEPT_OF_WEIGHT = 1.5
 """As many logits are kept at most as this times the weight has numbers."""
 BLOCK = 2**23
 """Kept logits are allocated so many at a time, 32 MiB: smaller pieces the C library does not give back when freed."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which tokens' log-probabilities are asked for, on the device of the hidden states."""
-
-    head_T: Tensor
-    """Row of the hidden states that each is predicted from."""
-    targets_T: Tensor
-    """The tokens."""
-    tokens_M: Tensor | None = None
-    """Which of the T were drawn from what truncation left of the vocabulary; None: none was."""
-    segment_K: Tensor | None = None
-    """Index into M of each id that was left."""
-    ids_K: Tensor | None = None
-    """The ids."""
-
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """Row and id of every logit that is wanted by itself: those of the T, then those of the K."""
-        if self.tokens_M is None or self.segment_K is None or self.ids_K is None:
-            return self.head_T, self.targets_T
-        rows_K = self.head_T[self.tokens_M][self.segment_K]
-        return torch.cat([self.head_T, rows_K]), torch.cat([self.targets_T, self.ids_K])
 
 
 @dataclass(frozen=True)
@@ -83,48 +62,7 @@ def logprobs_of_hidden(
     sums = _Slices.apply(  # type: ignore[no-untyped-call]
         hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, shape, compute, entropy, torch.is_grad_enabled()
     )
-    return _composed(wanted, *sums)
-
-
-def logprobs_of_logits(
-    logits_U_V: Tensor, wanted: Wanted, temperature: float, *, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The same from logits that are there already."""
-    if logits_U_V.dtype in (torch.bfloat16, torch.float16):
-        logits_U_V = logits_U_V.float()
-    if temperature != 1.0:
-        logits_U_V = logits_U_V / temperature
-    logs_U_V = logits_U_V.log_softmax(-1)
-    entropy_U = -(logs_U_V.exp() * logs_U_V).sum(-1) if entropy else None
-    if wanted.tokens_M is None:
-        return _composed(wanted, logs_U_V.new_zeros(len(logs_U_V)), logs_U_V[wanted.pairs()], entropy_U)
-    return _composed(wanted, logits_U_V.logsumexp(-1), logits_U_V[wanted.pairs()], entropy_U)
-
-
-def _composed(
-    wanted: Wanted, normalizer_U: Tensor, picked_P: Tensor, entropy_U: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """What is asked for, from each row's normaliser and entropy and the logits of the pairs."""
-    normalizer_T = normalizer_U[wanted.head_T]
-    entropy_T = None if entropy_U is None else entropy_U[wanted.head_T]
-    values_T = picked_P[: len(wanted.targets_T)]
-    if wanted.tokens_M is not None and wanted.segment_K is not None:
-        values_K = picked_P[len(wanted.targets_T) :]
-        normalizer_M = _segment_logsumexp(values_K, wanted.segment_K, len(wanted.tokens_M))
-        normalizer_T = normalizer_T.index_copy(0, wanted.tokens_M, normalizer_M)
-        if entropy_T is not None:
-            shares_K = (values_K - normalizer_M[wanted.segment_K]).exp()
-            mean_M = torch.zeros_like(normalizer_M).index_add(0, wanted.segment_K, shares_K * values_K)
-            entropy_T = entropy_T.index_copy(0, wanted.tokens_M, normalizer_M - mean_M)
-    return values_T - normalizer_T, entropy_T
-
-
-def _segment_logsumexp(values_K: Tensor, segment_K: Tensor, segments: int) -> Tensor:
-    """Logarithm of the sum of the exponentials of each segment."""
-    given_K = values_K.detach()
-    most_M = given_K.new_zeros(segments).scatter_reduce_(0, segment_K, given_K, "amax", include_self=False)
-    powers_K = (values_K - most_M[segment_K]).exp()
-    return most_M + powers_K.new_zeros(segments).index_add(0, segment_K, powers_K).log()
+    return composed(wanted, *sums)
 
 
 class _Slices(torch.autograd.Function):

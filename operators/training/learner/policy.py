@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 
 from dataflow.rollout_tokens import SamplingMask
-from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden, logprobs_of_logits
+from operators.training.learner.head import Shape, logprobs_of_hidden
 from operators.training.learner.head_module import HeadModule
-from operators.training.learner.packed_attention import (
-    PROBE_TOLERANCE,
-    computing,
-    on_device,
-    packed_inputs,
-    probe,
-    switch_to_packed,
-)
+from operators.training.learner.logprobs import Wanted, logprobs_of_logits
+from operators.training.learner.packed_attention import computing, on_device, packed_inputs
+from operators.training.learner.packed_probe import PROBE_TOLERANCE, probe, switch_to_packed
 from operators.training.learner.packing import Array, TokenTree
 
 ROUNDED_TOLERANCE = 0.1

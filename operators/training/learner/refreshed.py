@@ -90,16 +90,16 @@ def add(*, learner: Following, rank: int, ranks: int, every: int, decay: float, 
 def follow(*, learner: Following, rank: int, ranks: int, step: int) -> bool:
     """`Refreshed.follow`, for `Learner.everywhere`, of what is settled before it changes: see `settle`."""
     changing = [line for line, each in enumerate(learner.refreshed, 1) if each.refresh.newest(step) == step]
-    settled = settle(learner, changing)
+    settled = settle([learner.writers[line] for line in changing if line in learner.writers], learner.settle_s)
     for each in learner.refreshed:
         each.follow(step)
     return settled
 
 
-def settle(learner: Following, lines: Iterable[int]) -> bool:
-    """Before what a learner offers on these lines changes: nobody reads it any more. False where some reader was given
-    up."""
-    settled = [learner.writers[line].settle(learner.settle_s) for line in lines if line in learner.writers]
+def settle(writers: Iterable[WeightsOut], wait_s: float) -> bool:
+    """Before what these offer changes: nobody reads it any more. False where some reader was given up, after waiting
+    for so long."""
+    settled = [writer.settle(wait_s) for writer in writers]
     return all(settled)
 
 

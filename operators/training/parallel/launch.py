@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dataflow.model import Model
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsOut
 from dataflow.worker.weight_ports import offer_beside

@@ -19,9 +19,9 @@ from dataflow.folder.disks.messages import Answer, CannotRead, Chunk, Listed, Li
 from dataflow.folder.disks.reading import answer
 from dataflow.folder.disks.server import FileServer
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.calls import AddPlace, SetPlace
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import LeastReturn, ListPlaces
+from dataflow.folder.ledger.upkeep import AddPlace, SetPlace
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.handler import RequestHandler
 from dataflow.folder.ledger_service.messages import Ask, Join, PutInPlace, Refused, Told

@@ -400,7 +400,7 @@ def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
 ) -> None:
     rows = pa.table({"group_id": [1]})
     old = RunFolder(path.parent, placing=client(path, service).placing)
-    old.write_rollouts(1, rows)
+    old.rollouts_of().write(1, rows)
     with old.checkpoints.writing(1) as begun:
         (begun / "weights").write_text("old")
     half = old.checkpoints.begin(2)
@@ -409,13 +409,13 @@ def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
     with new.checkpoints.writing(2) as begun:
         (begun / "weights").write_text("new")
         assert begun != half
-    for late in (partial(old.write_rollouts, 1, pa.table({"group_id": [2]})), partial(old.checkpoints.commit, 2)):
+    for late in (partial(old.rollouts_of().write, 1, pa.table({"group_id": [2]})), partial(old.checkpoints.commit, 2)):
         with pytest.raises(Replaced):
             late()
     for folder in (new, RunFolder(path.parent)):
         assert folder.latest_checkpoint() == new.checkpoints.folder(2)
         assert (new.checkpoints.folder(2) / "weights").read_text() == "new"
-        assert folder.read_rollouts(1)["group_id"].to_pylist() == [1]
+        assert folder.rollouts_of().read(1)["group_id"].to_pylist() == [1]
     assert (half / "commit.json").exists(), "it was about to be shown"
     new.checkpoints.clear(3)
     assert not half.exists()
@@ -442,7 +442,7 @@ def test_a_run_whose_ledger_another_process_has_open_is_clean(tmp_path: Path) ->
     verdict = verify(folder.path)
     assert verdict.clean, verdict.line
     assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
-    assert [number for number, _ in folder.rollout_files("step")] == [1, 2, 3]
+    assert [number for number, _ in folder.rollouts_of().files("step")] == [1, 2, 3]
     assert not list(folder.path.rglob("*.placing"))
 
 

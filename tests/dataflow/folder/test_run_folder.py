@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataflow.folder.run_folder import RunFolder, read_arrow
+from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import RunFolderError, append_line, to_json, write_atomically
 
 
@@ -39,8 +40,8 @@ def test_the_layout_is_that_of_the_design(folder: RunFolder) -> None:
             "graph": folder.graph_json, "svg": folder.graph_svg, "config": folder.config,
             "log": folder.log("a", 1),
             "metrics": folder.metrics, "ledger": folder.ledger, "trace": folder.trace,
-            "step": folder.step_file(1), "eval": folder.evaluation_file(100),
-            "critic": folder.step_file(1, node="critic"), "checkpoint": folder.checkpoints.folder(100),
+            "step": folder.rollouts_of().step_file(1), "eval": folder.rollouts_of().evaluation_file(100),
+            "critic": folder.rollouts_of("critic").step_file(1), "checkpoint": folder.checkpoints.folder(100),
         }.items()
     }  # fmt: skip
     assert below == {
@@ -143,24 +144,24 @@ def test_a_failed_write_leaves_the_old_file_and_says_why(tmp_path: Path, number:
 
 def test_rollouts_come_back_as_they_were_written(folder: RunFolder) -> None:
     whole = table(0, 0, 1)
-    folder.write_rollouts(1, whole)
-    folder.write_rollouts(2, whole.to_batches()[0].slice(1, 2))
-    folder.write_rollouts(3, [*table(4).to_batches(), *table(5, 6).to_batches()])
-    folder.write_evaluation(10, whole, node="held_out")
-    assert folder.read_rollouts(1) == whole
-    assert folder.read_rollouts(2) == whole.slice(1)
-    assert folder.read_rollouts(3) == table(4, 5, 6)
-    assert folder.read_evaluation(10, node="held_out") == whole
+    folder.rollouts_of().write(1, whole)
+    folder.rollouts_of().write(2, whole.to_batches()[0].slice(1, 2))
+    folder.rollouts_of().write(3, [*table(4).to_batches(), *table(5, 6).to_batches()])
+    folder.rollouts_of("held_out").write_evaluation(10, whole)
+    assert folder.rollouts_of().read(1) == whole
+    assert folder.rollouts_of().read(2) == whole.slice(1)
+    assert folder.rollouts_of().read(3) == table(4, 5, 6)
+    assert folder.rollouts_of("held_out").read_evaluation(10) == whole
     with pytest.raises(RunFolderError, match=r"step-000009\.arrow' failed: .*No such file"):
-        folder.read_rollouts(9)
+        folder.rollouts_of().read(9)
 
 
 def test_rows_stay_readable_when_their_file_is_replaced(folder: RunFolder) -> None:
-    folder.write_rollouts(1, table(0))
-    old = folder.read_rollouts(1)
-    folder.write_rollouts(1, table(1, 2))
+    folder.rollouts_of().write(1, table(0))
+    old = folder.rollouts_of().read(1)
+    folder.rollouts_of().write(1, table(1, 2))
     assert old == table(0)
-    assert folder.read_rollouts(1) == table(1, 2)
+    assert folder.rollouts_of().read(1) == table(1, 2)
 
 
 def test_rollouts_wait_for_the_disk_only_where_a_checkpoint_asks(
@@ -168,32 +169,32 @@ def test_rollouts_wait_for_the_disk_only_where_a_checkpoint_asks(
 ) -> None:
     flushed: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name))
-    folder.write_rollouts(1, table(0))
-    folder.write_rollouts(2, table(1))
+    folder.rollouts_of().write(1, table(0))
+    folder.rollouts_of().write(2, table(1))
     assert flushed == []
-    folder.flush_rollouts([1, 2])
+    folder.rollouts_of().flush([1, 2])
     assert flushed == ["step-000001.arrow", "step-000002.arrow", "rollouts"]
     with pytest.raises(RunFolderError, match=r"flushing .*rollouts' failed: No such file"):
-        folder.flush_rollouts([3])
+        folder.rollouts_of().flush([3])
 
 
 def test_rows_that_make_no_table_are_refused(folder: RunFolder) -> None:
     for rows in ([], [*table(0).to_batches(), *pa.table({"other": [1]}).to_batches()]):
         with pytest.raises(RunFolderError, match="do not make one table"):
-            folder.write_rollouts(1, rows)
+            folder.rollouts_of().write(1, rows)
     assert list(folder.rollouts.iterdir()) == []
 
 
 @pytest.mark.parametrize("keep", [0, 1, 50, -1])
 def test_a_truncated_arrow_file_is_an_error_not_a_crash(folder: RunFolder, keep: int) -> None:
-    path = folder.write_rollouts(1, table(*range(100)))
+    path = folder.rollouts_of().write(1, table(*range(100)))
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(RunFolderError, match=r"is not a whole Arrow file|reading"):
         read_arrow(path)
 
 
 def test_offsets_that_lead_out_of_the_file_are_an_error_not_a_crash(folder: RunFolder) -> None:
-    path = folder.write_rollouts(1, table(*range(100)))
+    path = folder.rollouts_of().write(1, table(*range(100)))
     content = path.read_bytes()
     offsets = np.arange(0, 303, 3, dtype=np.int32).tobytes()
     assert content.count(offsets) == 1

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import pytest
 
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.calls import AddPlace, SetPlace
 from dataflow.folder.ledger.places import HOME
+from dataflow.folder.ledger.upkeep import AddPlace, SetPlace
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import report, verify
 from dataflow.system.files import RunFolderError
@@ -49,7 +49,7 @@ def rollouts(groups: Iterable[int], trainer_version: int) -> pa.Table:
 
 
 def commit(folder: RunFolder, ledger: Ledger, step: int, trained: list[int], dropped: dict[int, str]) -> None:
-    folder.write_rollouts(step, rollouts(trained, step - 1))
+    folder.rollouts_of().write(step, rollouts(trained, step - 1))
     ledger.commit_step("trainer", step, version=step, source="prompts", trained=trained, dropped=dropped)
     reasons = list(dropped.values())
     folder.append_metrics({"step": step, "loss": 0.5, "dropped": {why: reasons.count(why) for why in set(reasons)}})
@@ -62,7 +62,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Ledger.create(folder.ledger, {"trainer": ["prompts"], "evaluate": ["held_out"]}) as ledger:
         ledger.issue("prompts", [(group, f"t{group}") for group in range(26)])
         ledger.issue("held_out", [(group, f"h{group}") for group in range(4)])
-        folder.write_evaluation(0, rollouts(range(2), 0))
+        folder.rollouts_of().write_evaluation(0, rollouts(range(2), 0))
         ledger.evaluated("evaluate", "held_out", [0, 1], 0)
         folder.append_metrics({"step": 0, "eval_accuracy": 0.2})
         place = 0
@@ -93,7 +93,7 @@ def sql(run: RunFolder, *statements: str) -> None:
 
 
 def rewrite(run: RunFolder, step: int, change: Callable[[pa.Table], pa.Table]) -> None:
-    run.write_rollouts(step, change(run.read_rollouts(step)))
+    run.rollouts_of().write(step, change(run.rollouts_of().read(step)))
 
 
 def put(table: pa.Table, name: str, values: object) -> pa.Table:
@@ -172,13 +172,13 @@ def test_every_group_in_the_file_of_a_step_was_trained_there(run: RunFolder) -> 
 
 
 def test_no_group_stands_in_the_files_of_two_steps(run: RunFolder) -> None:
-    extra = run.read_rollouts(1).slice(0, GROUP_SIZE)
+    extra = run.rollouts_of().read(1).slice(0, GROUP_SIZE)
     rewrite(run, 4, lambda table: pa.concat_tables([table, extra]))
     broken(run, "group 0 of 'prompts' stands in the files of steps 1 and 4")
 
 
 def test_a_missing_file_of_a_committed_step_is_named(run: RunFolder) -> None:
-    run.step_file(3).unlink()
+    run.rollouts_of().step_file(3).unlink()
     broken(run, "step-000003.arrow' failed: ")
 
 
@@ -245,14 +245,14 @@ def test_steps_without_a_line_of_metrics_are_told_and_break_no_law(run: RunFolde
 
 
 def test_evaluated_groups_stand_whole_in_their_file(run: RunFolder) -> None:
-    run.write_evaluation(0, rollouts([0], 0).slice(1))
+    run.rollouts_of().write_evaluation(0, rollouts([0], 0).slice(1))
     broken(run, "groups [1] ended at step 0 of 'evaluate' but do not stand in eval-000000.arrow")
     broken(run, "groups [0] in eval-000000.arrow are not whole")
 
 
 def test_an_evaluation_reads_nothing_older_than_its_prompts_demand(run: RunFolder) -> None:
-    table = run.read_evaluation(0)
-    run.write_evaluation(0, put(table, "min_version", [1] * len(table)))
+    table = run.rollouts_of().read_evaluation(0)
+    run.rollouts_of().write_evaluation(0, put(table, "min_version", [1] * len(table)))
     broken(run, "4 rollouts in eval-000000.arrow are older than their min_version")
 
 
@@ -262,7 +262,7 @@ def test_an_evaluation_reads_nothing_older_than_its_prompts_demand(run: RunFolde
         (lambda run: run.ledger.unlink(), "unable to open"),
         (lambda run: run.ledger.write_bytes(b"x" * 9000), "not a database"),
         (
-            lambda run: run.step_file(2).write_bytes(run.step_file(2).read_bytes()[:200]),
+            lambda run: run.rollouts_of().step_file(2).write_bytes(run.rollouts_of().step_file(2).read_bytes()[:200]),
             "not a whole Arrow file",
         ),
         (
@@ -299,14 +299,14 @@ def test_a_damaged_page_of_the_ledger_is_broken(run: RunFolder) -> None:
 
 def test_the_first_facts_are_shown_and_the_rest_counted(run: RunFolder) -> None:
     for step in range(1, STEPS + 1):
-        run.step_file(step).unlink()
+        run.rollouts_of().step_file(step).unlink()
     line = verify(run.path).line
     assert line.count("failed: ") == 3
     assert line.endswith("; and 2 more")
 
 
 def test_a_crash_between_the_rollouts_and_their_commit_breaks_no_law(run: RunFolder) -> None:
-    run.write_rollouts(STEPS + 1, rollouts([23, 24], STEPS))
+    run.rollouts_of().write(STEPS + 1, rollouts([23, 24], STEPS))
     verdict = verify(run.path)
     assert verdict.clean
     assert "rollouts of steps [6] that 'trainer' has not committed" in verdict.notes[0]
@@ -338,7 +338,7 @@ def test_a_line_taken_back_and_made_again_is_clean(run: RunFolder) -> None:
 
 def test_two_trainers_of_the_same_groups_are_judged_each_for_itself(run: RunFolder) -> None:
     with Ledger.open(run.ledger) as ledger:
-        run.write_rollouts(1, rollouts(range(2), 0), node="critic")
+        run.rollouts_of("critic").write(1, rollouts(range(2), 0))
         ledger.commit_step("critic", 1, version=1, source="prompts", trained=range(2))
     metrics(run, lambda line: line | {"node": "trainer"})
     run.append_metrics({"step": 1, "node": "critic", "dropped": {}})
@@ -347,7 +347,7 @@ def test_two_trainers_of_the_same_groups_are_judged_each_for_itself(run: RunFold
     assert verdict.line.startswith(
         "clean: critic: 26 issued = 2 trained + 0 dropped + 24 in flight (24 waiting); 1 step"
     )
-    run.write_rollouts(1, rollouts(range(3), 0), node="critic")
+    run.rollouts_of("critic").write(1, rollouts(range(3), 0))
     broken(run, "groups [2] stand in step-000001.arrow but did not end at step 1 of 'critic'")
 
 
@@ -419,7 +419,7 @@ def test_rollouts_that_another_host_has_are_judged_by_the_ledger_whatever_stands
         ledger.do(SetPlace("rollouts/step-000002.arrow", "c"))
         ledger.do(SetPlace("rollouts/step-000003.arrow", "c"))
         ledger.do(AddPlace("rollouts/step-000003.arrow", HOME))
-    run.step_file(2).write_bytes(b"of a line that was taken back")
+    run.rollouts_of().step_file(2).write_bytes(b"of a line that was taken back")
     verdict = verify(run.path)
     assert verdict.clean, verdict.line
     assert any("the rollouts of 1 steps of 'trainer' are on host c, and not here" in note for note in verdict.notes)

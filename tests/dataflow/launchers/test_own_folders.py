@@ -13,9 +13,9 @@ from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.copies.bringing_back import bring_checkpoint
 from dataflow.folder.copies.parts import Copies
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.calls import SetPlace
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import ListPlaces
+from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.run_folder import RunFolder
 from dataflow.launchers import own_folders
 from dataflow.launchers.own_folders import check_own_folders, have_checkpoints, told_of

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from dataflow import Graph, GraphError, Model
+from dataflow.node import Traits
 from dataflow.planning.executors import EXECUTORS, Seat, choose, explain, obstacle
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Plan, plan
 from dataflow.run import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.traits import Traits
 from dataflow.worker.fan_out import FanOut
 
 POLICY = Model("policy")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dataflow import Graph, GraphError, Model
+from dataflow.node import Traits
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.traits import Traits
 
 POLICY = Model("policy")
 CPUS = Devices(cpus=4)

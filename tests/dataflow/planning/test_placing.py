@@ -9,11 +9,11 @@ import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, Plan, plan, scorer
 from dataflow.history.describe import plan_facts
+from dataflow.node import Traits
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
 from dataflow.run import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.traits import Traits
 from operators import Logprobs
 
 POLICY = Model("policy")

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow import Devices, Graph, Model, Plan, plan, scorer
+from dataflow.node import Traits
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.rehost import most_replicas, rehost
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.traits import Traits
 from operators import Logprobs
 
 POLICY = Model("policy")

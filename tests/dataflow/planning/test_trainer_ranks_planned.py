@@ -9,11 +9,11 @@ import pytest
 
 from dataflow import Graph, GraphError, Model
 from dataflow.app import main
+from dataflow.node import Traits
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Plan, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.traits import Traits
 
 POLICY = Model("policy")
 SIZES = {"policy": ModelSize(parameters=2_150_000)}

@@ -15,10 +15,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rigs.columns import check_columns
 
 from dataflow.errors import RecordError
-from dataflow.node import Batch, Context
-from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array, check_schema
+from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array
+from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.runtime import Scoring
@@ -77,7 +78,7 @@ def score(made: Scorer[..., Any], records: pa.RecordBatch) -> pa.RecordBatch:
     if len(table):
         batch.validate(full=True)
         arrived = dict(zip(records.schema.names, records.schema.types, strict=True))
-        check_schema(batch, made.provides(arrived), "it")
+        check_columns(batch, made.provides(arrived))
         assert batch.column(ROLLOUT_ID).to_pylist() == records.column(ROLLOUT_ID).to_pylist()
     return batch
 

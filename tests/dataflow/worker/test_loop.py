@@ -12,7 +12,7 @@ import pytest
 from dataflow.errors import OperatorError
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
-from dataflow.node import Batch, Runtime
+from dataflow.runtime import Batch, Runtime
 from dataflow.worker.host import settled_since
 from dataflow.worker.loop import NodeLoop
 
@@ -147,11 +147,11 @@ class Swallow(Script):
 
 
 def loop_of(
-    runtime: Runtime, inlet: FakeInlet | None, *outlets: FakeOutlet, mark: Any = None, clock: Any = None
+    runtime: Runtime, inlet: FakeInlet | None, *outlets: FakeOutlet, marks: Any = None, clock: Any = None
 ) -> NodeLoop:
     inlets = [] if inlet is None else [("prompts", "before", inlet)]
     extra = {} if clock is None else {"clock": clock}
-    return NodeLoop("node", runtime, inlets, {"prompts": list(outlets)}, mark=mark, **extra)
+    return NodeLoop("node", runtime, inlets, {"prompts": list(outlets)}, marks=marks, **extra)
 
 
 def turn_until_still(loop: NodeLoop) -> None:
@@ -341,7 +341,7 @@ def test_groups_are_marked_in_the_ledger_before_they_are_sent() -> None:
     outlet = FakeOutlet(events)
     inlet = FakeInlet(events, rows(0, 0, 1, 1), rows(2, 2))
     loop = loop_of(
-        Script(events), inlet, outlet, mark=lambda source, groups: events.append(("marked", source, *groups))
+        Script(events), inlet, outlet, marks={"prompts": lambda groups: events.append(("marked", "prompts", *groups))}
     )
     turn_until_still(loop)
     assert events.of("marked", "sent") == [

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from log_distribution import log_distribution
 
 from operators.engine.decode import Engine
 from operators.engine.results import FinishedRow, Start
-from operators.engine.sampler import Sampling, log_distribution
+from operators.engine.sampling import Sampling
 
 
 @torch.no_grad()

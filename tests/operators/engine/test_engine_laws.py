@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from log_distribution import log_distribution
 from replaying import drive, replayed
 from rigs.examples import examples
 
 from operators.engine.results import Start
-from operators.engine.sampler import Sampling, log_distribution
+from operators.engine.sampling import Sampling
 
 
 def many(count, seed=0, copies=4):

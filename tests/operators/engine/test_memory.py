@@ -13,7 +13,7 @@ from rigs.examples import examples
 from operators.engine.attention import attend
 from operators.engine.finish_reasons import ABORTED
 from operators.engine.results import Start
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 
 SAMPLING = Sampling(temperature=1.2)
 
@@ -182,7 +182,7 @@ def test_each_rollout_may_have_its_own_sampling(adapted):
 
 
 def test_the_mask_names_every_token_that_truncation_left(adapted, make_model):
-    from operators.engine.sampler import log_distribution
+    from log_distribution import log_distribution
 
     sampling = Sampling(top_k=5, top_p=0.9)
     prompts = random_prompts(3, longest=8)

@@ -16,7 +16,7 @@ from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
 from operators.engine.precision.quantized_names import quantized_names
 from operators.engine.results import Start
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.engine.self_test import adapt
 from operators.models.errors import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter

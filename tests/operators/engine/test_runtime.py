@@ -8,10 +8,11 @@ import pyarrow as pa
 import pytest
 import torch
 from replaying import recomputed, replayed
+from rigs.columns import check_columns
 
 from dataflow.model import Model
-from dataflow.node import Batch, Context
-from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, check_schema
+from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.generator import Generator
 
@@ -104,7 +105,7 @@ def test_groups_leave_whole_with_the_promised_columns(build, tokenizer):
     runtime.push(prompts(texts))
     batches = run_dry(runtime)
     for batch in batches:
-        check_schema(batch.records, {**COLUMNS, **ROLLOUT_COLUMNS}, "generator")
+        check_columns(batch.records, {**COLUMNS, **ROLLOUT_COLUMNS})
         batch.records.validate(full=True)
         ids = batch.records.column("group_id").to_numpy().reshape(-1, 4)
         assert (ids == ids[:, :1]).all()
@@ -263,7 +264,7 @@ def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(policy, 
     rows = rows_of(run_dry(runtime))
     assert len(rows) == 36
     assert sum(len(set(row["versions"]) - {-1}) == 3 for row in rows) > 3
-    from operators.engine.sampler import Sampling
+    from operators.engine.sampling import Sampling
 
     for row in rows:
         start = row["mask"].index(True)

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from rigs.columns import check_columns
 from test_runtime import FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.model import Model
-from dataflow.node import Context
-from dataflow.records import PROMPT_COLUMNS, SAMPLING_MASK, check_schema
+from dataflow.records import PROMPT_COLUMNS, SAMPLING_MASK
+from dataflow.runtime import Context
 from operators.generator import Generator
 from operators.models.errors import ModelError
 
@@ -67,7 +68,7 @@ def test_the_mask_column_is_null_in_the_prompt_and_holds_the_token_drawn(build):
     batches = run_dry(runtime)
     columns = runtime._declaration.provides(PROMPT_COLUMNS)
     for batch in batches:
-        check_schema(batch.records, columns, "generator")
+        check_columns(batch.records, columns)
     for row in rows_of(batches):
         for token, drawn, left in zip(row["tokens"], row["mask"], row[SAMPLING_MASK], strict=True):
             assert (token in left and len(left) == 3) if drawn else left is None

@@ -11,10 +11,10 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.model import Model
-from dataflow.node import Batch, Context
 from dataflow.records import SAMPLING_MASK
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generator import Generator
 

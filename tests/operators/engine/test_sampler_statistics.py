@@ -4,7 +4,8 @@ import pytest
 import torch
 from sampling_reference import reference
 
-from operators.engine.sampler import RowSampling, Sampling, draw
+from operators.engine.sampler import draw
+from operators.engine.sampling import RowSampling, Sampling
 
 DRAWS = 200_000
 VOCABULARY = 24

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from trainer_rig import tiny_learner, tiny_llama
 
 from dataflow.limits import Limits
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.system.channel import Channel
 from operators.models.slices import Outline
 from operators.ranks.messages import codec_of

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, GraphError, Model
-from dataflow.node import Batch, Context, Runtime
 from dataflow.records import ERROR
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.testing import FakeGenerator, FakePrompts
 from operators.rewards import code, code_reward, find
 from operators.rewards.code import judge

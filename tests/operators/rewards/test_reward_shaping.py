@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, GraphError, collect, scorer
-from dataflow.node import Batch, Context
+from dataflow.runtime import Batch, Context
 from dataflow.testing import FakeGenerator, FakePrompts
 from operators.filters import has_signal
 from operators.rewards import combine, kl_penalty, overlong

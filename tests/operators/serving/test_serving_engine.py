@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from log_distribution import log_distribution
 from serving_rig import (
     END,
     WAIT_S,
@@ -30,7 +31,7 @@ from starlette.testclient import TestClient
 
 from operators.engine import self_test
 from operators.engine.decode import Engine
-from operators.engine.sampler import Sampling, log_distribution
+from operators.engine.sampling import Sampling
 from operators.serving.app import make_app
 from operators.serving.sink import read_rollouts
 

@@ -10,7 +10,7 @@ from trainer_rig import COLUMNS, VOCABULARY, Plane, group, tiny_llama
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.model import LoRA, Model
-from dataflow.node import Batch, Context
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.trainer import Trainer
 from operators.warm_start.policy import character_tokenizer

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dataflow.errors import GraphError, OperatorError
 from dataflow.model import Model
-from dataflow.node import Batch, Context
+from dataflow.runtime import Batch, Context
 from operators.losses import aipo
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint

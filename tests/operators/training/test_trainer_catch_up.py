@@ -166,13 +166,13 @@ def test_a_rollouts_file_that_is_lost_takes_the_ledger_back_and_its_groups_are_t
     had = first.state()
     first.end()
     (folder.checkpoints.folder(4) / "model.safetensors").unlink()
-    path = folder.step_file(4)
+    path = folder.rollouts_of().step_file(4)
     if damage == "missing":
         path.unlink()
     elif damage == "torn":
         os.truncate(path, 500)
     else:
-        path.write_bytes(folder.step_file(5).read_bytes())
+        path.write_bytes(folder.rollouts_of().step_file(5).read_bytes())
     again = Life(folder, declared(policy, checkpoint_every=2)).run()
     assert "steps taken back" in again.log
     assert again.runtime.status()["taken_back"] == 4
@@ -189,7 +189,7 @@ def test_a_rollouts_file_that_is_lost_takes_nothing_back_in_a_run_that_goes_on_m
     folder = run_folder(tmp_path)
     first = Life(folder, declared(policy)).run(range(4))
     first.end()
-    os.truncate(folder.step_file(2), 500)
+    os.truncate(folder.rollouts_of().step_file(2), 500)
     with pytest.raises(OperatorError, match=r"cannot make step 2 again .* stop it and resume it"):
         Life(folder, declared(policy), attempt=1)
     with Ledger.open(folder.ledger) as ledger:
@@ -210,7 +210,7 @@ def test_what_the_weights_of_lost_steps_drew_is_forgotten_before_anybody_works(p
     with pa.OSFile(str(kept), "wb") as sink, pa.ipc.new_stream(sink, rows[8].schema) as writer:
         for batch in rows.values():
             writer.write_batch(batch)
-    os.truncate(folder.step_file(3), 500)
+    os.truncate(folder.rollouts_of().step_file(3), 500)
     for attempt in (0, 0):
         again = Life(folder, declared(policy), attempt=attempt)
         again.end()
@@ -292,7 +292,7 @@ def test_what_the_ledger_refuses_was_never_published(policy, tmp_path, monkeypat
     monkeypatch.setattr(first.ledger, "commit_step", refuse)
     with pytest.raises(LedgerError, match="make room"):
         first.run(range(2))
-    assert list(first.plane.published) == [0] and folder.step_file(1).exists()
+    assert list(first.plane.published) == [0] and folder.rollouts_of().step_file(1).exists()
     first.end()
     again = Life(folder, declared(policy)).run(range(2))
     assert list(again.plane.published) == [0, 1]

@@ -23,7 +23,8 @@ from transformers import (
 
 from dataflow.rollout_tokens import SamplingMask
 from operators.training.learner import head, policy
-from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden, slice_width
+from operators.training.learner.head import Shape, logprobs_of_hidden, slice_width
+from operators.training.learner.logprobs import Wanted, logprobs_of_logits
 from operators.training.learner.packing import TokenTree, pack
 from operators.training.learner.policy import Policy
 
@@ -146,7 +147,7 @@ def test_in_bfloat16_it_is_no_further_from_float64_than_all_logits_are(width, we
     truth = _all(_by_hand(exact, wanted, Shape(scale=2.0)), exact)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = _all(logprobs_of_hidden(*tensors, None, wanted, Shape(scale=2.0), entropy=True), tensors)
-        plain = _all(head.logprobs_of_logits(F.linear(*tensors), wanted, 0.5, entropy=True), tensors)
+        plain = _all(logprobs_of_logits(F.linear(*tensors), wanted, 0.5, entropy=True), tensors)
     for found, usual, right in zip(ours, plain, truth, strict=True):
         assert (found - right).norm() <= 1.5 * (usual - right).norm() + 1e-4
     assert ours[0].dtype == torch.float32

@@ -24,7 +24,6 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
 from operators.losses import value_loss
 from operators.trainer import Trainer
-from operators.training import journal
 from operators.training.checkpoints import checkpoint, saving
 from operators.training.checkpoints.saving import DEAR, Debt
 from operators.training.learner import build
@@ -59,7 +58,7 @@ def live(folder: RunFolder, trainer: Trainer, numbers: range, **facts: Any) -> L
 
 def written(life: Life) -> None:
     deadline = time.monotonic() + DISK_S
-    while not life.runtime._journal._background.is_idle and time.monotonic() < deadline:
+    while not life.runtime._saver._background.is_idle and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
@@ -218,7 +217,7 @@ def test_a_full_disk_is_a_warning_the_one_before_stays_and_the_next_is_tried(pol
     folder = run_folder(tmp_path)
     full |= {2, 3}
     life = live(folder, declared(policy, recover_within_s=1.0), range(6))
-    life.runtime._journal.note()
+    life.runtime._saver.note()
     said = [facts for event, facts in life.log.lines if event == "checkpoint not written; training goes on"]
     assert [(facts["step"], facts["newest"]) for facts in said] == [(2, 1), (3, 1)]
     assert all("No space left on device; make room" in facts["error"] for facts in said)
@@ -235,7 +234,7 @@ def test_one_that_would_leave_too_little_room_for_rollouts_and_ledger_is_not_beg
     needed = 0
 
     def nearly_full(place: Path) -> Any:
-        return usage(1 << 50, 0, journal.SPARE_BYTES + needed - 1)
+        return usage(1 << 50, 0, saving.SPARE_BYTES + needed - 1)
 
     monkeypatch.setattr(shutil, "disk_usage", nearly_full)
     folder = run_folder(tmp_path)

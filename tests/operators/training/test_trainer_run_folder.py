@@ -20,7 +20,7 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
 from dataflow.model import Model
-from dataflow.node import Batch, Context
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from dataflow.system.files import RunFolderError
 from dataflow.system.forking import fork
@@ -79,7 +79,7 @@ def test_a_run_leaves_rollouts_metrics_a_clean_ledger_and_a_checkpoint(policy, r
     assert counts.missing == 0
     assert verify(folder.path).clean, verify(folder.path)
     assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3, 4]
-    assert folder.read_rollouts(2).column("group_id").unique().to_pylist() == [2, 4]
+    assert folder.rollouts_of().read(2).column("group_id").unique().to_pylist() == [2, 4]
     assert folder.checkpoints.steps() == [2, 4]
     loaded = AutoModelForCausalLM.from_pretrained(folder.latest_checkpoint())
     assert loaded(torch.tensor([[1, 2]])).logits.isfinite().all()
@@ -115,7 +115,7 @@ def test_trainers_with_folders_of_their_own_go_on_from_their_own_checkpoints(pol
     _train(policy, run, range(4), steps=2, own_folder="trainer")
     assert folder.checkpoints_of("trainer").steps() == [2]
     assert folder.checkpoints.steps() == []
-    assert folder.read_rollouts(2, node="trainer").column("group_id").unique().to_pylist() == [2, 3]
+    assert folder.rollouts_of("trainer").read(2).column("group_id").unique().to_pylist() == [2, 3]
     plane = _train(policy, run, range(4, 8), steps=3, own_folder="trainer")
     assert list(plane.published) == [2, 3]
     assert verify(folder.path).clean, verify(folder.path)
@@ -142,14 +142,16 @@ class Held:
 
     def __init__(self, world: Rig) -> None:
         self.go_on, self.began = threading.Event(), threading.Event()
-        flush = world.folder.flush_rollouts
+        rollouts = world.folder.rollouts_of()
+        flush = rollouts.flush
 
-        def held(steps: Iterable[int], *, node: str | None = None) -> None:
-            flush(steps, node=node)
+        def held(steps: Iterable[int]) -> None:
+            flush(steps)
             self.began.set()
             assert self.go_on.wait(60)
 
-        world.folder.flush_rollouts = held  # type: ignore[method-assign]
+        rollouts.flush = held  # type: ignore[method-assign]
+        world.folder.rollouts_of = lambda node=None: rollouts  # type: ignore[method-assign]
 
 
 def train(world: Rig, *numbers: int) -> None:

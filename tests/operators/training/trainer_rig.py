@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dataflow.model import Model
-from dataflow.node import Batch, Context
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, schema
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.trainer import Trainer
 from operators.training.learner.build import learner_of
@@ -182,6 +182,24 @@ class FakeCheckpoints:
 
 
 @dataclass
+class FakeRollouts:
+    """Those of a folder that only remembers."""
+
+    folder: "FakeFolder"
+
+    def flush(self, steps: Iterable[int]) -> None:
+        self.folder.events.append(("flush rollouts", *steps))
+
+    def write(self, step: int, batches: list[pa.RecordBatch]) -> None:
+        self.folder.rollouts[step] = [batch.column("group_id")[0].as_py() for batch in batches]
+        self.folder.events.append(("rollouts", step))
+
+    def write_evaluation(self, step: int, table: pa.Table) -> None:
+        self.folder.evaluations[step] = table
+        self.folder.events.append(("evaluation", step))
+
+
+@dataclass
 class FakeFolder:
     """A run folder that only remembers."""
 
@@ -194,16 +212,8 @@ class FakeFolder:
     def checkpoints_of(self, node: str | None) -> FakeCheckpoints:
         return FakeCheckpoints(self.path, self.events)
 
-    def flush_rollouts(self, steps: Iterable[int], *, node: str | None = None) -> None:
-        self.events.append(("flush rollouts", *steps))
-
-    def write_rollouts(self, step: int, batches: list[pa.RecordBatch], *, node: str | None = None) -> None:
-        self.rollouts[step] = [batch.column("group_id")[0].as_py() for batch in batches]
-        self.events.append(("rollouts", step))
-
-    def write_evaluation(self, step: int, table: pa.Table) -> None:
-        self.evaluations[step] = table
-        self.events.append(("evaluation", step))
+    def rollouts_of(self, node: str | None = None) -> FakeRollouts:
+        return FakeRollouts(self)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         self.metrics.append(line)
@@ -282,7 +292,7 @@ class Rig:
     runtime: TrainerRuntime
     events: list[Any]
     plane: Plane
-    folder: FakeFolder
+    folder: "FakeFolder"
     ledger: FakeLedger
     acks: list[int] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ from dataflow.folder.faults import FILE, STOPPED, restarts
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Patience
-from dataflow.node import Batch, Context, Runtime
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scheduler.control import Limits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Prompts
@@ -302,7 +302,7 @@ def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(policy: Path, m
     with contextlib.closing(Ledger.open(folder.ledger)) as ledger:
         dropped = ledger.counts("trainer").dropped
     assert dropped == {"failed": 5}
-    rows = [row for step in (1, 2, 3) for row in folder.read_rollouts(step).to_pylist()]
+    rows = [row for step in (1, 2, 3) for row in folder.rollouts_of().read(step).to_pylist()]
     assert [row["group_id"] for row in rows[::4]] == [5, 6, 7, *range(8, 17)]
     for row in rows:
         kind, _, some = row["answer"].partition("/")
@@ -332,7 +332,7 @@ def test_a_scorers_process_that_is_killed_from_outside_costs_no_row(
     assert first.mark.exists()
     assert result.steps == 6 and result.verdict.clean, result.verdict.line
     for step in range(1, 7):
-        table = RunFolder.open(result.folder).read_rollouts(step)
+        table = RunFolder.open(result.folder).rollouts_of().read(step)
         assert table.column("judge").to_pylist() == table.column("group_id").cast("double").to_pylist()
         assert table.column("error").null_count == len(table)
 

@@ -15,7 +15,7 @@ from dataflow import Array, GraphError, Model, RunError, inline, keep, run, scor
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.summary import summarize
-from dataflow.node import Context, Runtime
+from dataflow.runtime import Context, Runtime
 from dataflow.testing import FakeGenerator
 from operators.rewards import find
 

@@ -39,7 +39,7 @@ def goes_on(striking: Striking, policy: Path, runs: Path, weights: str, limits: 
     assert not striking.is_alive(), f"the run was over before all were struck; struck were {striking.struck}"
     assert result.steps == steps and result.verdict.clean, result.verdict.line
     assert verify(result.folder).clean
-    versions = RunFolder.open(result.folder).read_rollouts(steps).column("versions").to_pylist()
+    versions = RunFolder.open(result.folder).rollouts_of().read(steps).column("versions").to_pylist()
     assert {max(row) for row in versions} == {steps - 1}
     yield result
 

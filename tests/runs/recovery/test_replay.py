@@ -14,7 +14,8 @@ from rich.console import Console
 from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Devices, Graph, GraphError, Result, RunError, cli, inline, run
-from dataflow.folder.run_folder import RunFolder, read_arrow, write_arrow
+from dataflow.folder.rollout_files import read_arrow, write_arrow
+from dataflow.folder.run_folder import RunFolder
 from dataflow.history.replay import Compared, Wishes, replay, report_replay, starting_point
 from dataflow.history.rollout_view import find_rollout, show_rollout, vocabulary_of
 from dataflow.system.files import RunFolderError
@@ -89,7 +90,7 @@ def test_another_loss_trains_on_the_same_rollouts_and_is_no_failure(
 
 
 def test_losses_that_do_not_repeat_end_with_status_1(copied: RunFolder, policy: Path, capsys: Any) -> None:
-    path = copied.step_file(2)
+    path = copied.rollouts_of().step_file(2)
     table = read_arrow(path)
     at = table.column_names.index("advantage")
     write_arrow(path, table.set_column(at, table.field(at), pc.multiply(table.column(at), -1.0)))
@@ -99,7 +100,7 @@ def test_losses_that_do_not_repeat_end_with_status_1(copied: RunFolder, policy: 
 
 
 def test_rollouts_that_the_ledger_does_not_name_are_refused(copied: RunFolder, policy: Path) -> None:
-    copied.step_file(1).write_bytes(copied.step_file(2).read_bytes())
+    copied.rollouts_of().step_file(1).write_bytes(copied.rollouts_of().step_file(2).read_bytes())
     with pytest.raises(RunFolderError, match="holds other groups than step 1 trained"):
         compared(policy, copied.path)
 
@@ -133,7 +134,7 @@ def test_wishes_travel_on_a_command_line() -> None:
 
 def test_a_rollout_is_found_in_the_file_of_its_step_with_its_outcome(done: Result) -> None:
     folder = RunFolder.open(done.folder)
-    table = folder.read_rollouts(2)
+    table = folder.rollouts_of().read(2)
     row = table.to_pylist()[3]
     found = find_rollout(folder, row["rollout_id"], source="prompts")
     assert (found.source, found.place, dict(found.row)) == ("prompts", "rollouts/step-000002.arrow", row)
@@ -153,7 +154,7 @@ def test_a_rollout_id_of_two_sources_is_refused_until_one_is_chosen(done: Result
 
 
 def test_a_rollout_that_is_finished_and_not_trained_is_found_too(copied: RunFolder) -> None:
-    table = copied.read_rollouts(1)
+    table = copied.rollouts_of().read(1)
     rows = table.slice(0, 1).set_column(
         table.column_names.index("rollout_id"), "rollout_id", pa.array([4242], pa.int64())
     )
@@ -169,7 +170,7 @@ def test_a_rollout_is_printed_with_its_text_scores_tokens_and_versions(
     done: Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder.open(done.folder)
-    row = folder.read_rollouts(2).to_pylist()[0]
+    row = folder.rollouts_of().read(2).to_pylist()[0]
     found = find_rollout(folder, row["rollout_id"], source="prompts")
     console = Console(width=100, record=True, file=sys.stdout)
     show_rollout(found, console, vocabulary_of(folder))

@@ -18,7 +18,7 @@ from rigs.operators import struck
 
 from dataflow import Devices, Result, inline, run, verify
 from dataflow.errors import OperatorError
-from dataflow.folder.arrow_log import File
+from dataflow.folder.finished import File
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 
@@ -132,12 +132,12 @@ def test_no_token_is_trained_that_weights_drew_which_the_run_went_back_behind(po
         back_to = ledger.last_step("trainer") - 2
     left = mark_younger(folder.finished("generator"), back_to)
     assert left and back_to > 0
-    os.truncate(folder.step_file(back_to + 1), 500)
+    os.truncate(folder.rollouts_of().step_file(back_to + 1), 500)
     whole = run(graph(), on=inline(), resume=folder.path, quiet=True)
     assert whole.verdict.clean and whole.steps == 12, whole.verdict.line
     trained = {}
     for step in range(back_to + 1, 13):
-        table = folder.read_rollouts(step)
+        table = folder.rollouts_of().read(step)
         trained |= dict(zip(table.column("rollout_id").to_pylist(), table.column("logprobs").to_pylist(), strict=True))
     assert not any(MARK in logprobs for logprobs in trained.values())
     kept = left.keys() & trained.keys()

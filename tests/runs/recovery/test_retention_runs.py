@@ -13,7 +13,8 @@ from dataflow.errors import DataflowError
 from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.retention import FACT, gone, removable
-from dataflow.folder.run_folder import COMPRESSED_BYTES, RunFolder, read_arrow, write_arrow
+from dataflow.folder.rollout_files import COMPRESSED_BYTES, read_arrow, write_arrow
+from dataflow.folder.run_folder import RunFolder
 from dataflow.history.replay import Wishes, replay
 from dataflow.history.summary import summarize
 from dataflow.history.verify.facts import read_facts
@@ -29,7 +30,7 @@ def graph_of(policy: Path, **how: Any) -> Graph:
 
 
 def steps_there(folder: Path, kind: str = "step") -> list[int]:
-    return [step for step, _ in RunFolder.open(folder).rollout_files(kind)]
+    return [step for step, _ in RunFolder.open(folder).rollouts_of().files(kind)]
 
 
 def losses(folder: Path) -> list[float]:
@@ -153,7 +154,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_is_not_taken_back_to_its_start
 
 def test_a_file_that_went_by_itself_is_a_fault_as_ever(policy: Path, tmp_path: Path) -> None:
     done = run(graph_of(policy), steps=6, on=inline(), runs=tmp_path, quiet=True, keep_steps=1)
-    RunFolder.open(done.folder).step_file(5).unlink()
+    RunFolder.open(done.folder).rollouts_of().step_file(5).unlink()
     assert "step-000005.arrow" in verify(done.folder).line and not verify(done.folder).clean
 
 
@@ -166,7 +167,7 @@ def test_a_file_that_goes_while_a_run_under_way_is_judged_is_no_fault(
         found = read_facts(folder, findings)
         with Ledger.open(folder.ledger) as ledger:
             ledger.set_facts({f"{FACT}/trainer": 2})
-        folder.step_file(2).unlink()
+        folder.rollouts_of().step_file(2).unlink()
         return found
 
     monkeypatch.setattr(sys.modules["dataflow.history.verify.verdict"], "read_facts", goes_on)

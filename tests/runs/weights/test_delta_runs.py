@@ -18,7 +18,7 @@ STEPS = 3
 
 def generated(result: Result) -> list[object]:
     """Tokens, and their log-probabilities to the bit."""
-    rows = [RunFolder.open(result.folder).read_rollouts(step) for step in range(1, STEPS + 1)]
+    rows = [RunFolder.open(result.folder).rollouts_of().read(step) for step in range(1, STEPS + 1)]
     return [table.column(name).to_pylist() for table in rows for name in ("tokens", "logprobs", "versions")]
 
 

@@ -22,7 +22,7 @@ def test_a_laptop_runs_the_path_of_a_cluster_and_trains_only_what_its_own_weight
     assert any("weights trainer -> generator: gloo" in line for line in folder.read_json("config.json")["plan"])
     assert "gloo" in folder.graph_svg.read_text()
     for step in (1, 2, 3):
-        versions = pc.list_flatten(folder.read_rollouts(step).column("versions"))
+        versions = pc.list_flatten(folder.rollouts_of().read(step).column("versions"))
         assert set(pc.unique(versions).to_pylist()) == {-1, step - 1}
 
 

@@ -40,7 +40,7 @@ def test_a_frozen_reference_may_have_two_replicas_of_two_ranks(policy: Path, tmp
     assert result.steps == 2 and result.verdict.clean, result.verdict.line
     first = load_model(model)
     for step in (1, 2):
-        for row in RunFolder.open(result.folder).read_rollouts(step).to_pylist():
+        for row in RunFolder.open(result.folder).rollouts_of().read(step).to_pylist():
             np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(first, row), atol=1e-4)
 
 
@@ -108,7 +108,7 @@ def trained(result: Result) -> list[dict[str, Any]]:
     """Every row that the actor trained, in order."""
     rows = [
         row for step in range(1, result.steps + 1)
-        for row in RunFolder.open(result.folder).read_rollouts(step, node="actor").to_pylist()
+        for row in RunFolder.open(result.folder).rollouts_of("actor").read(step).to_pylist()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: (row["group_id"], row["position"]))
 
@@ -152,6 +152,6 @@ def test_a_rank_of_a_refreshed_reference_that_is_struck_ends_no_run(
     for step in range(1, steps + 1):
         version = (step - 1) // 2 * 2
         module = load_model(Model(str(folder.latest_checkpoint(version) if version else policy)))
-        for row in folder.read_rollouts(step).to_pylist():
+        for row in folder.rollouts_of().read(step).to_pylist():
             assert row[version_column("ref_logprobs")] == version
             np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(module, row), rtol=0, atol=1e-4)

@@ -61,7 +61,7 @@ def trainer_of(model: Model, loss: Any, **knobs: Any) -> Trainer:
 def rows(result: Result, node: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every row that a trainer trained, with its step."""
     for step in range(1, result.steps + 1):
-        table: pa.Table = RunFolder.open(result.folder).read_rollouts(step, node=node)
+        table: pa.Table = RunFolder.open(result.folder).rollouts_of(node).read(step)
         yield from ((step, row) for row in table.to_pylist())
 
 

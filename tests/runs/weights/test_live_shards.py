@@ -59,7 +59,7 @@ def losses(result: Any) -> list[float]:
 
 
 def drawn(result: Any, step: int) -> dict[int, list[int]]:
-    rows = RunFolder.open(result.folder).read_rollouts(step)
+    rows = RunFolder.open(result.folder).rollouts_of().read(step)
     return dict(zip(rows.column("rollout_id").to_pylist(), rows.column("tokens").to_pylist(), strict=True))
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dataflow import run
 from dataflow.folder.run_folder import RunFolder
-from dataflow.node import Batch, Runtime
+from dataflow.runtime import Batch, Runtime
 from operators.engine.precision import linear_weights, quantise
 from transport.weights.encoder import Encoder
 from transport.weights.encoding import SCALE, Encoding
@@ -95,7 +95,7 @@ def test_ranks_of_a_generator_hold_the_slices_of_what_one_trainer_rank_quantises
         if weights != "int8":
             continue
         quantise(model, weights)
-        for row in rollouts.read_rollouts(step).to_pylist():
+        for row in rollouts.rollouts_of().read(step).to_pylist():
             drawn = np.array(row["versions"]) == step - 1
             assert drawn.sum() > 0
             ids = torch.tensor([row["tokens"]])

@@ -53,7 +53,7 @@ def refreshed(
 
 
 def rows_of(result: Result, step: int) -> list[dict[str, Any]]:
-    return RunFolder.open(result.folder).read_rollouts(step).to_pylist()
+    return RunFolder.open(result.folder).rollouts_of().read(step).to_pylist()
 
 
 def weights_of(result: Result, policy: Path, step: int) -> Any:

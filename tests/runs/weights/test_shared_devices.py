@@ -16,7 +16,7 @@ from rigs.policy import tiny_policy
 from dataflow import Graph, LoRA, Model, inline, join, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
-from dataflow.node import Runtime
+from dataflow.runtime import Runtime
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Logprobs, Prompts, Trainer
 from operators.credit import advantage
@@ -34,7 +34,7 @@ def steps_of(graph: Any, runs: Path, **how: Any) -> tuple[RunFolder, list[Any], 
     assert (result.steps, result.verdict.clean) == (STEPS, True), result.verdict.line
     folder = RunFolder.open(result.folder)
     numbers = [line[name] for line in result.metrics if "loss" in line for name in FIGURES]
-    tables = [folder.read_rollouts(step) for step in range(1, STEPS + 1)]
+    tables = [folder.rollouts_of().read(step) for step in range(1, STEPS + 1)]
     tokens = [table.select(["group_id", "position", "tokens", "versions"]).to_pylist() for table in tables]
     numbers += [value for table in tables for row in table.column("logprobs").to_pylist() for value in row]
     return folder, tokens, numbers
@@ -123,7 +123,7 @@ def test_with_staleness_a_turn_is_of_several_steps(policy: Path, machine: None, 
     result = run(graph, steps=6, gpus="shared", runs=tmp_path, quiet=True)
     assert (result.steps, result.verdict.clean) == (6, True), result.verdict.line
     folder = RunFolder.open(result.folder)
-    drawn = [set(pc.unique(pc.list_flatten(folder.read_rollouts(step).column("versions"))).to_pylist()) - {-1}
+    drawn = [set(pc.unique(pc.list_flatten(folder.rollouts_of().read(step).column("versions"))).to_pylist()) - {-1}
              for step in range(1, 7)]  # fmt: skip
     assert drawn[:3] == [{0}, {0}, {0}], "the generator draws for three steps before its turn ends"
     assert all(step - 1 - min(versions) <= 2 for step, versions in enumerate(drawn, 1))

@@ -25,7 +25,7 @@ def test_a_run_on_two_ranks_is_clean_and_its_generator_takes_every_version(polic
     steps = [line for line in result.metrics if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert all(line["mismatch"] < 1e-5 for line in steps), "each rank's shards have arrived, where they belong"
-    versions = RunFolder.open(result.folder).read_rollouts(4).column("versions").to_pylist()
+    versions = RunFolder.open(result.folder).rollouts_of().read(4).column("versions").to_pylist()
     assert {max(row) for row in versions} == {3}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from transport.data import frames
+from transport.data.messages import SEAL_BYTES
 
 Parts = list[bytes]
 """A message as it travels: a header, and a body where it is a Data."""
@@ -21,7 +21,7 @@ _VALUES: tuple[Any, ...] = (
 
 def fields_of(header: bytes) -> dict[str, Any]:
     """What stands in a header: its kind and its fields."""
-    _, kind, fields = msgpack.unpackb(header[: -frames.SEAL_BYTES])
+    _, kind, fields = msgpack.unpackb(header[:-SEAL_BYTES])
     return {"kind": kind, **fields}
 
 

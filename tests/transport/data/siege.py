@@ -12,7 +12,7 @@ import zmq
 
 from transport.data import Receiver, Sender, SocketNetwork, frames
 from transport.data.channel import Connection
-from transport.data.messages import Data, Hello
+from transport.data.messages import Data, Hello, encode_message
 
 from .mutations import Mutator, Parts, fields_of, header
 
@@ -69,7 +69,7 @@ class ShakenConnection:
 
     def put(self, message: Any, payload: Any = None) -> bool:
         """As `Connection.put`, after a damaged copy."""
-        parts = [frames.encode_message(message), *([] if payload is None else [payload.bytes])]
+        parts = [encode_message(message), *([] if payload is None else [payload.bytes])]
         if self._genuine and isinstance(message, Data):
             extra = self._mutator.damaged(parts, self._genuine)
             if self._mutator.chance(0.1):
@@ -172,7 +172,7 @@ class Siege:
         return [header(**data), body]
 
     def _hello(self) -> bytes:
-        return frames.encode_message(
+        return encode_message(
             Hello(
                 edge="edge", sender=self.liar, epoch=1, schema=frames.encode_schema(SCHEMA), base=0, next=0, gone=(),
                 window_rows=0, window_bytes=0, window_number=0, ended=False,

@@ -14,7 +14,7 @@ from rigs.examples import examples
 
 from transport.codec import Natural
 from transport.data import frames
-from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
+from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome, decode_message, encode_message
 from transport.errors import FrameError, SchemaMismatch
 
 from .rig import SCHEMA, make_batch
@@ -91,16 +91,16 @@ def test_any_batch_comes_out_as_it_went_in(batch: pa.RecordBatch) -> None:
 @given(MESSAGES)
 @examples(200)
 def test_any_message_comes_out_as_it_went_in(message: Message) -> None:
-    assert frames.decode_message(frames.encode_message(message)) == message
+    assert decode_message(encode_message(message)) == message
 
 
 @given(MESSAGES, st.data())
 @examples(200)
 def test_any_flipped_byte_in_a_header_is_refused(message: Message, data: st.DataObject) -> None:
-    frame = bytearray(frames.encode_message(message))
+    frame = bytearray(encode_message(message))
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(FrameError):
-        frames.decode_message(frame)
+        decode_message(frame)
 
 
 @given(batches(), st.data())
@@ -116,9 +116,9 @@ def test_any_flipped_byte_in_a_body_is_refused(batch: pa.RecordBatch, data: st.D
 def test_every_single_flipped_bit_of_one_message_is_refused() -> None:
     batch = make_batch(0, rows=2)
     header, body = pack(batch)
-    packed = frames.encode_message(header)
+    packed = encode_message(header)
     for frame, decode in (
-        (packed, frames.decode_message),
+        (packed, decode_message),
         (body, lambda damaged: frames.decode_batch(damaged, header, SCHEMA)),
     ):
         for position in range(len(frame)):
@@ -171,7 +171,7 @@ def test_a_patched_offset_is_refused_before_anyone_reads_it() -> None:
 @given(st.binary(max_size=200))
 def test_junk_is_never_a_message(junk: bytes) -> None:
     with pytest.raises(FrameError):
-        frames.decode_message(junk)
+        decode_message(junk)
 
 
 @given(
@@ -188,7 +188,7 @@ def test_junk_is_never_a_message(junk: bytes) -> None:
 def test_sealed_junk_is_never_a_message(value: object) -> None:
     packed = msgpack.packb(value)
     with pytest.raises(FrameError):
-        frames.decode_message(packed + xxhash.xxh3_64_digest(packed))
+        decode_message(packed + xxhash.xxh3_64_digest(packed))
 
 
 @given(st.binary(max_size=300))

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from transport.data import Keys, Receiver, Sender, SocketNetwork, frames, make_keys, sockets
-from transport.data.messages import Ack, Hello, Welcome
+from transport import reconnecting
+from transport.data import Keys, Receiver, Sender, SocketNetwork, frames, make_keys
+from transport.data.messages import Ack, Hello, Welcome, encode_message
 
 from .mutations import Mutator, fields_of, header
 from .rig import SCHEMA, Rig, connect, firsts, make_batch, take, until
@@ -71,7 +72,7 @@ def check_that_silent_peers_are_cut_off(count: int, keyed: bool) -> None:
 def test_connections_that_say_nothing_are_cut_off_and_hold_nobody_up(
     monkeypatch: pytest.MonkeyPatch, keyed: bool
 ) -> None:
-    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 300)
+    monkeypatch.setattr(reconnecting, "HANDSHAKE_MS", 300)
     check_that_silent_peers_are_cut_off(60, keyed)
 
 
@@ -87,7 +88,7 @@ def test_a_thousand_connections_that_say_nothing_are_cut_off(keyed: bool) -> Non
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
 def test_a_receiver_that_silent_peers_leave_no_files_goes_on_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 500)
+    monkeypatch.setattr(reconnecting, "HANDSHAKE_MS", 500)
     receiver = listening(None)
     present = _sender_to(receiver)
     connect(present, to=receiver)
@@ -143,7 +144,7 @@ def test_answers_to_a_peer_that_never_reads_do_not_pile_up(ipc: Rig) -> None:
     deaf = zmq.Context.instance().socket(zmq.DEALER)
     deaf.set(zmq.RCVHWM, 1)
     deaf.connect(receiver.address)
-    hello = frames.encode_message(
+    hello = encode_message(
         Hello(
             edge="edge", sender="sender", epoch=0, schema=frames.encode_schema(SCHEMA), base=0, next=0, gone=(),
             window_rows=0, window_bytes=0, window_number=0, ended=False,
@@ -177,7 +178,7 @@ class FalseReceiver:
         self.socket.send_multipart([self.peer, *parts])
 
     def welcome(self, rows: int = 10) -> bytes:
-        return frames.encode_message(
+        return encode_message(
             Welcome(
                 edge="edge", epoch=5, window_rows=rows, window_bytes=1 << 20, window_number=6, capacity_rows=rows,
                 capacity_bytes=1 << 20, max_message_bytes=1 << 20, expected=0, held=(), ended=False,
@@ -191,7 +192,7 @@ def test_damaged_answers_change_nothing_at_a_sender(ipc: Rig) -> None:
     false.say(false.welcome())
     until(lambda: (false.sender.poll(), false.sender.room() == 10)[1])
     assert all(false.sender.send(make_batch(number)) for number in range(4))
-    ack = frames.encode_message(
+    ack = encode_message(
         Ack(edge="edge", epoch=5, sequences=(0, 1, 2, 3), window_rows=9, window_bytes=1 << 20, window_number=7)
     )
     known = [[ack], [false.welcome(3)]]

@@ -14,17 +14,13 @@ import xxhash
 import zmq
 
 from transport.errors import AddressError
-from transport.reconnecting import give_up_soon
-from transport.security import HANDSHAKE_MS, Guard, RunKeys, present
+from transport.reconnecting import watch
+from transport.security import Guard, RunKeys, present
 from transport.weights.errors import AddressTaken
 from transport.weights.protocol.messages import MESSAGE_BYTES
 
 RELEASE_S = 1.0
 """How long ZeroMQ may take to let go of a port that was closed."""
-
-HEARTBEAT_MS, SILENT_MS = 2_000, 10_000
-"""Between hosts: of ZeroMQ's own signs of life, without which a connection is given up and made again; TCP alone would
-wait for minutes after a cut."""
 
 Socket = zmq.Socket[bytes]
 
@@ -98,7 +94,7 @@ class HostAddress:
         """The owner's socket; `url` then tells its port. AddressTaken or AddressError where nobody can listen there."""
         self._guard = Guard(self._keys.receivers)
         socket: Socket = self._guard.context.socket(zmq.ROUTER)
-        _between_hosts(socket, self.url)
+        watch(socket, self.url)
         self._guard.protect(socket)
         try:
             _bound(socket, self.url)
@@ -119,7 +115,7 @@ class HostAddress:
     def connected(self) -> Socket:
         """A socket of anybody else, whether the owner is there yet or not."""
         socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
-        _between_hosts(socket, self.url)
+        watch(socket, self.url)
         present(socket, self._keys.senders)
         return _connected(socket, self.url)
 
@@ -208,14 +204,6 @@ def _connected(socket: Socket, url: str) -> Socket:
     _bounded(socket)
     socket.connect(url)
     return socket
-
-
-def _between_hosts(socket: Socket, url: str) -> None:
-    socket.set(zmq.IPV6, "[" in url)
-    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
-    give_up_soon(socket, url)
 
 
 def _bounded(socket: Socket) -> None:

@@ -7,7 +7,8 @@ import torch
 from operators.engine.attention import AttentionLayout
 from operators.engine.cuda.graphs import GraphedDecode, Replays, bucket_of, buckets
 from operators.engine.kv_cache import KVCache
-from operators.engine.sampler import Draw, Sampling
+from operators.engine.sampler import Draw
+from operators.engine.sampling import Sampling
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,7 @@ from operators.engine.kv_cache import KVCache
 from operators.engine.native.build import library
 from operators.engine.native.families import reason_against
 from operators.engine.native.fused import FusedStep, joined, supports
-from operators.engine.pages import PAGE
-from operators.engine.prefill import Prefix
+from operators.engine.pages import PAGE, Prefix
 from operators.models.errors import ModelError
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler at hand")

@@ -12,7 +12,7 @@ from slices_rig import Rig
 
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.make import make_engine
 from operators.engine.parallel import launch
 from operators.engine.parallel.launch import make_parallel

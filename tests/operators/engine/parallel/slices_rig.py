@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from dataflow.limits import Limits
-from dataflow.node import Context
+from dataflow.runtime import Context
 from dataflow.worker.weight_ports import open_beside
 from operators.engine.parallel.launch import make_parallel
 from transport.weights import FlatLayout, Layout, ShardedWriter, SharedMemory, WeightReader, WeightWriter

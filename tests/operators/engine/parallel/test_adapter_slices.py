@@ -15,7 +15,7 @@ from slices_rig import part, values
 from test_two_ranks import assert_alike, groups, take
 
 from dataflow.model import LoRA, Model
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
 from operators.generator import Generator

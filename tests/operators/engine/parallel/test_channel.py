@@ -12,7 +12,7 @@ from dataflow.model import Model
 from dataflow.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.parallel.messages import CODEC, Prompt, Settings, Step
 from operators.engine.results import Start
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
 

@@ -13,7 +13,7 @@ import pytest
 from rigs.machine import descendants
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import Start
 from operators.models.errors import ModelError

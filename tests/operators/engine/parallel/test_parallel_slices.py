@@ -16,9 +16,9 @@ from slices_rig import WAIT_S, Opens, Rig, assert_slices, publish, values, write
 
 from dataflow import Graph, Model
 from dataflow.errors import DeadlineError, RunError, WorkerDied
-from dataflow.node import Context
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
+from dataflow.runtime import Context
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.weight_ends import OpensWeights
 from dataflow.worker.host import Settings

@@ -14,7 +14,7 @@ from replaying import drive, recomputed
 from slices_rig import part
 from test_two_ranks import assert_alike, groups
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.make import make_engine
 from operators.engine.precision import linear_weights, quantise, unrounded
 from operators.engine.precision.intake import SCALE

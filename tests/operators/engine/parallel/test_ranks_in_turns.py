@@ -16,7 +16,7 @@ from test_two_ranks import assert_alike, groups, take
 
 from dataflow.errors import WorkerDied
 from dataflow.limits import Limits
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.sleep import put_aside
 from operators.models.read_weights import ReadWeights

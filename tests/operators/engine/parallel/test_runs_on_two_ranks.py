@@ -23,12 +23,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixture
 
 
 def first_step(result: Any) -> list[Any]:
-    return list(RunFolder.open(result.folder).read_rollouts(1).column("tokens").to_pylist())
+    return list(RunFolder.open(result.folder).rollouts_of().read(1).column("tokens").to_pylist())
 
 
 def tokens(result: Any, step: int) -> dict[int, list[int]]:
     """By rollout: in which order a step has them depends on which group was complete first."""
-    rows = RunFolder.open(result.folder).read_rollouts(step)
+    rows = RunFolder.open(result.folder).rollouts_of().read(step)
     return dict(zip(rows.column("rollout_id").to_pylist(), rows.column("tokens").to_pylist(), strict=True))
 
 
@@ -43,7 +43,7 @@ def test_a_run_on_two_ranks_samples_what_one_rank_samples_and_takes_every_versio
     assert [result.steps for result in results] == [3, 3]
     assert results[1].verdict.clean, results[1].verdict.line
     assert first_step(results[0]) == first_step(results[1])
-    versions = RunFolder.open(results[1].folder).read_rollouts(3).column("versions").to_pylist()
+    versions = RunFolder.open(results[1].folder).rollouts_of().read(3).column("versions").to_pylist()
     assert {max(row) for row in versions} == {2}
 
 
@@ -90,7 +90,7 @@ def test_a_generator_that_loses_a_rank_is_started_again_on_two_ranks_and_the_run
     assert result.steps == 3 and result.verdict.clean, result.verdict.line
     assert "worker 'generator-0' ended 1 times when it should not, and came back 1 times" in result.verdict.notes
     assert tokens(result, 1) == tokens(undisturbed, 1), "what was drawn before and after is what one process draws"
-    versions = RunFolder.open(result.folder).read_rollouts(3).column("versions").to_pylist()
+    versions = RunFolder.open(result.folder).rollouts_of().read(3).column("versions").to_pylist()
     assert {max(row) for row in versions} == {2}
 
 

@@ -11,12 +11,12 @@ import torch
 from replaying import drive
 from slices_rig import assert_slices, values
 
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.finish_reasons import ABORTED
 from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import Start
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 
 pytestmark = pytest.mark.usefixtures("forked")

@@ -12,10 +12,10 @@ from test_runtime import FakePlane, letters, rows_of, run_dry
 from test_runtime import prompts as batch_of
 
 from dataflow.model import Model
-from dataflow.node import Context
+from dataflow.runtime import Context
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import Start
-from operators.engine.sampler import Sampling
+from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
 

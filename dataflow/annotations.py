@@ -1,0 +1,54 @@
+"""Python annotations as Arrow types, and which columns fit them."""
+
+import types
+import typing
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+_SCALARS: dict[Any, pa.DataType] = {
+    str: pa.string(),
+    bool: pa.bool_(),
+    int: pa.int64(),
+    float: pa.float64(),
+    bytes: pa.binary(),
+}
+
+
+def arrow_type(annotation: Any) -> pa.DataType | None:
+    """The Arrow type that a Python annotation stands for; None where any type will do (Any, Array, none given)."""
+    if annotation in _SCALARS:
+        return _SCALARS[annotation]
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return arrow_type(inner[0]) if len(inner) == 1 else None
+    if origin is list and arguments:
+        inner_type = arrow_type(arguments[0])
+        return pa.list_(inner_type) if inner_type is not None else None
+    return None
+
+
+def fits(found: pa.DataType, wanted: Any) -> bool:
+    """Whether a column of Arrow type `found` can be read as the Python annotation `wanted`."""
+    if wanted is np.ndarray or typing.get_origin(wanted) is np.ndarray:
+        return _is_numeric(found) or (pa.types.is_list(found) and _is_numeric(found.value_type))
+    kind = arrow_type(wanted)
+    if kind is None or kind == found:
+        return True
+    if pa.types.is_list(kind) and pa.types.is_list(found):
+        return _number_fits(found.value_type, kind.value_type)
+    return _number_fits(found, kind)
+
+
+def _is_numeric(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _number_fits(found: pa.DataType, wanted: pa.DataType) -> bool:
+    if found == wanted:
+        return True
+    if pa.types.is_floating(wanted):
+        return bool(pa.types.is_floating(found) or pa.types.is_integer(found))
+    return bool(pa.types.is_integer(wanted) and pa.types.is_integer(found))

@@ -1,0 +1,158 @@
+"""What a worker makes of an operator: the heavy object that works, what it is given of the world, rows on their way."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import structlog
+
+from dataflow.limits import Limits
+from dataflow.records import Columns
+from dataflow.staleness import Bound
+from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
+
+if TYPE_CHECKING:
+    from dataflow.folder.copies.parts import Copies
+    from dataflow.folder.ledger import BaseLedger
+    from dataflow.folder.run_folder import RunFolder
+    from dataflow.system.rank_places import RankPlaces
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows on their way: whole groups of one source, the rows of a group side by side."""
+
+    source: str
+    """Name of the source these rows come from."""
+    records: pa.RecordBatch
+    origin: str = ""
+    """The node that sent them."""
+    ack: Callable[[], None] = field(default=lambda: None, compare=False)
+    """Called by the runtime once all that these rows led to has been returned from `work`."""
+    early: Callable[[int], None] = field(default=lambda group_id: None, compare=False)
+    """Called with a group of which that is true before it is of all; the last is told by `ack`. So no group waits for
+    those that it travelled with."""
+
+
+class Runtime:
+    """The heavy object that does an operator's work, driven by one thread through these calls.
+
+    consumes: batches by `push`, as many rows as `room` allows; weights by its context
+    produces: batches, returned from `work`
+    waits for: nothing; every call returns soon (a slice of work is bounded)
+    unblocked by: the worker's loop, which calls `work` again when something arrived
+    """
+
+    def room(self) -> int:
+        """Rows it would take now; 0 when full. A batch larger than the room may be pushed when room is above 0."""
+        return 0
+
+    def push(self, batch: Batch) -> None:
+        """Take a batch in; it stays the runtime's until `batch.ack` is called."""
+        raise TypeError(f"{type(self).__name__} takes no input")
+
+    def work(self) -> list[Batch] | None:
+        """Do one bounded slice; the batches that are ready, or None when there is nothing to do for now."""
+        return None
+
+    def pending(self) -> int:
+        """Rows it holds and still owes an output for; at 0, with its inputs ended, it is finished."""
+        return 0
+
+    def waits(self) -> Sequence[Any]:
+        """File descriptors and ZeroMQ sockets on which something may arrive that lets `work` go on."""
+        return ()
+
+    def forget(self, source: str, group: int) -> None:
+        """A group that went through it has an outcome: what it keeps of it beside the rows is needed no more."""
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """A word from the control: {"evaluate": step}, {"dropped": n}, {"drain": True}, {"end": True} when its
+        inputs have ended; unknown words are ignored."""
+
+    def status(self) -> dict[str, float | int | str]:
+        """Small numbers for the heartbeat: queue, version, step, and `done` when it has nothing more to do, ever."""
+        return {}
+
+    def wants_devices(self) -> bool:
+        """Whether it has work that needs its devices: asked of one that takes turns on them (`Traits.sleeps`)."""
+        return True
+
+    def sleep(self) -> None:
+        """Give the memory of its devices back: another node's turn comes. Until `wake` its `work` uses none of them."""
+
+    def wake(self) -> None:
+        """Its turn has come: take that memory again."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a worker hands to `Operator.build`: everything a runtime may use of the world."""
+
+    node: str
+    rank: int = 0
+    """Which replica this is."""
+    replicas: int = 1
+    attempt: int = 0
+    """How often this process was started before, in a run that went on meanwhile."""
+    ranks: int = 1
+    """Processes that make up this replica; this one is the first, and starts the others."""
+    seed: int = 0
+    threads: int = 1
+    """CPU threads this worker may use."""
+    device: str = "cpu"
+    """cpu, or cuda:N."""
+    aside: Path | None = None
+    """Of one that has its devices in turn with other nodes, and sleeps between its turns (`Runtime.sleep`): the folder
+    in which it may put away what lies in main memory. None: its devices are its own."""
+    turn_files: tuple[int, ...] = ()
+    """Of such a one: files that all of its processes keep open; its turn ends at the latest when they have ended."""
+    steps: int | None = None
+    """Steps the run will make; None: until the prompts end."""
+    prompt_steps: int | None = None
+    """For a trainer: steps that its prompts are enough for, if none is dropped; None: no end is known."""
+    columns: Mapping[str, Columns] = field(default_factory=dict)
+    """Columns of the rows that arrive, by source."""
+    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Nodes that rows arrive from, by source."""
+    scores: Mapping[str, str] = field(default_factory=dict)
+    """Columns of theirs that scorers of single rollouts write, and where each of these is defined."""
+    forwards: tuple[str, ...] = ()
+    """Columns of theirs that forward operators write, each beside the version that made it."""
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    """Sources that lead to a trainer with a feedback edge, and how far they may run ahead."""
+    feedback: Bound | None = None
+    """Of the feedback edge that ends here: how far its weights may be behind, what their trainer consumes."""
+    on_demand: bool = False
+    """For sources: issue only the rounds that the control asks for (evaluation)."""
+    folder: "RunFolder | None" = None
+    own_folder: str | None = None
+    """For a trainer: its own folder in rollouts/ and checkpoints/; None where it is the run's only one."""
+    keep_steps: int | None = None
+    """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None: of all."""
+    copies: "Copies | None" = None
+    """Where copies of a trainer's checkpoints go."""
+    ledger: "BaseLedger | None" = None
+    clock: Callable[[], float] = time.monotonic
+    """Seconds."""
+    limits: Limits = field(default_factory=Limits)
+    """How long it waits for others."""
+    log: Any = field(default_factory=structlog.get_logger)
+    writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
+    """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An `OpensWriter` where the
+    trainer may have several ranks."""
+    refreshers: Mapping[Refresh, Callable[[Mapping[str, Any]], WeightsOut]] = field(default_factory=dict)
+    """For a trainer: the same for readers that are refreshed, by which of its versions they get."""
+    reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
+    """For a reader of trained weights: attaches these tensors; None when the model is frozen. An `OpensWeights` where
+    other ranks may take versions themselves."""
+    narrow: str | None = None
+    """The format in which the tensors of `Operator.narrow_tensors` arrive there; None: as the others."""
+    places: "RankPlaces | None" = None
+    """Of ranks that the plan has spread over several hosts: where each is."""

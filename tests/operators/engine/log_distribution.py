@@ -1,0 +1,30 @@
+"""What the sampler draws from, as log-probabilities of the whole vocabulary."""
+
+import torch
+from torch import Tensor
+
+from operators.engine.sampler import _columns, _only, _scaled
+from operators.engine.sampling import RowSampling, Sampling
+from operators.engine.truncation import block_sums, left_out
+
+
+def log_distribution(logits: Tensor, sampling: Sampling | RowSampling, seen: Tensor | None = None) -> Tensor:
+    """Log-probabilities that tokens are drawn with, float32 [n, V]; -inf where truncation left one out.
+
+    seen: bool [n, V], tokens that stand in each row; needed for a repetition penalty (ValueError without it).
+    """
+    knobs = _columns(sampling, logits)
+    scores = _scaled(logits, knobs, seen)
+    shares = torch.softmax(scores, dim=-1)
+    best, likeliest = scores.max(dim=-1, keepdim=True)
+    largest = shares.amax(dim=-1, keepdim=True)
+    gone = left_out(scores, shares, knobs)
+    if gone is not None:
+        scores = scores.masked_fill(gone, -torch.inf)
+        shares.masked_fill_(gone, 0)
+    total = block_sums(shares).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    found = scores - best + (largest / total).log().float()
+    if knobs.greedy is None:
+        return found
+    certain = torch.zeros_like(scores).masked_fill_(~_only(likeliest, scores), -torch.inf) + (best - best)
+    return torch.where(knobs.greedy, certain, found)
