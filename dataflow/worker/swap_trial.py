@@ -11,9 +11,9 @@ import structlog
 from dataflow.errors import GraphError, where
 from dataflow.folder.swaps import Swap
 from dataflow.graph import Graph
-from dataflow.node import Context
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import context_facts
+from dataflow.runtime import Context
 from dataflow.worker import messages
 from dataflow.worker.host import Settings
 from dataflow.worker.link import Link
