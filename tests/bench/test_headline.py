@@ -26,7 +26,8 @@ def test_a_bar_is_as_long_as_its_number() -> None:
 
 def test_a_table_is_read_by_row_and_column() -> None:
     page = (
-        "# Page\n\n## One\n\n| | a | b, c |\n|---|---|---|\n| x | 1,016 | 0.5 |\n| y | 419 (one turn) | |\n\nOn another machine:\n\n"
+        "# Page\n\n## One\n\n| | a | b, c |\n|---|---|---|\n| x | 1,016 | 0.5 |\n| y | 419 (one turn) | |\n\n"
+        "On another machine:\n\n"
         "| | a |\n|---|---|\n| x | 5 |\n| z | 6 |\n\n## Two\n"
     )
     assert table(page, "One") == {("x", "a"): 1016, ("x", "b, c"): 0.5, ("y", "a"): 419}
