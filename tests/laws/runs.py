@@ -447,7 +447,7 @@ LEDGER = (
     Law(
         "a group moves forward only",
         "test_a_late_word_of_an_earlier_state_takes_no_group_back",
-        "dataflow:ADVANCE",
+        "dataflow:_ADVANCE",
         expression("STATES", "rank", kind=ast.Subscript),
         "the order of states",
     ),
@@ -524,14 +524,14 @@ LEDGER = (
     Law(
         "trained counts only on the surviving line: the groups of steps taken back are in flight again",
         "test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition",
-        "dataflow:roll_back",
+        "dataflow:RollBack.run",
         without("DELETE "),
         "the removal from the line",
     ),
     Law(
         "what was trained after the checkpoint is trained again in the same order",
         "test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition",
-        "dataflow:roll_back",
+        "dataflow:RollBack.run",
         without("execute", "copied"),
         "the memory of the abandoned line",
     ),
