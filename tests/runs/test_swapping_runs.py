@@ -16,7 +16,7 @@ from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import read_swaps
 from dataflow.limits import Limits
-from dataflow.node import Batch
+from dataflow.runtime import Batch
 from dataflow.scheduler.requests import ask_to_swap
 from dataflow.testing import FakePrompts, FakeTrainer
 
