@@ -167,7 +167,7 @@ def test_a_reward_is_swapped_on_its_host_and_goes_on_with_it_to_another_one(star
     run = start("--on", "local:3", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02")
 
     def trains_new() -> bool:
-        rewards = run.folder.read_rollouts(run.steps()).column("reward").to_pylist()
+        rewards = run.folder.rollouts_of().read(run.steps()).column("reward").to_pylist()
         return min(rewards) >= 100.0  # type: ignore[no-any-return]
 
     run.further()

@@ -57,7 +57,9 @@ class _Waiting(Around):
 
 def rewards(result: Result, step: int) -> set[bool]:
     """Whether they are the new operator's, of each row."""
-    return {reward >= NEW for reward in RunFolder.open(result.folder).read_rollouts(step).column("reward").to_pylist()}
+    return {
+        reward >= NEW for reward in RunFolder.open(result.folder).rollouts_of().read(step).column("reward").to_pylist()
+    }
 
 
 def test_a_swap_is_taken_in_by_a_live_run_and_by_who_resumes_it(light: None, module: Path, tmp_path: Path) -> None:

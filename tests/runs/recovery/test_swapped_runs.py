@@ -84,11 +84,11 @@ def latest(runs: Path) -> RunFolder:
 def rows(folder: RunFolder, first: int = 1) -> pa.Table:
     """What was trained from a step on."""
     steps = [line["step"] for line in folder.read_metrics() if line["step"] >= first and "eval_accuracy" not in line]
-    return pa.concat_tables([folder.read_rollouts(step) for step in sorted(set(steps))])
+    return pa.concat_tables([folder.rollouts_of().read(step) for step in sorted(set(steps))])
 
 
 def all_new(folder: RunFolder, step: int, column: str = "reward") -> bool:
-    return min(folder.read_rollouts(step).column(column).to_pylist()) >= NEW
+    return min(folder.rollouts_of().read(step).column(column).to_pylist()) >= NEW
 
 
 def trains_new(each: Program) -> None:

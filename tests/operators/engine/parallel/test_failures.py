@@ -96,10 +96,9 @@ RANK_0 = """
 import os, signal, sys
 import numpy as np, torch
 torch.set_num_threads(1)
-from dataflow.model import Model
-from dataflow.node import Context
 from dataflow.limits import Limits
-from dataflow.node import Context
+from dataflow.model import Model
+from dataflow.runtime import Context
 from operators.engine.parallel import launch
 from operators.engine.results import Start
 from operators.generator import Generator
