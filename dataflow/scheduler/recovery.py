@@ -30,7 +30,7 @@ def died(table: Table, record: WorkerRecord, cause: str, now: float) -> None:
     record.delay_s = min(record.delay_s, patience.most_s)
     record.restart_at, record.at_work_since = now + record.delay_s, None
     if table.hopeless is None:
-        table.hopeless = _for_good(record.name, cause) if record.lasting else _judge(table, record.name, now)
+        table.hopeless = _for_good(table, record.name, cause) if record.lasting else _judge(table, record.name, now)
 
 
 def moves(record: WorkerRecord, now: float) -> None:
@@ -113,8 +113,10 @@ def _judge(table: Table, worker: str, now: float) -> str | None:
     return None
 
 
-def _for_good(worker: str, cause: str) -> str:
-    return f"worker '{worker}' {cause}; a restart would not mend that; see logs/{worker}.log"
+def _for_good(table: Table, worker: str, cause: str) -> str:
+    earlier = [each for each in table.failures[:-1] if each.worker == worker]
+    before = f" (before that: {_causes(earlier)})" if earlier else ""
+    return f"worker '{worker}' {cause}; a restart would not mend that{before}; see logs/{worker}.log"
 
 
 def _causes(failures: Iterable[Failure]) -> str:

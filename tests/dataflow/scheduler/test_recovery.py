@@ -199,6 +199,18 @@ def test_a_worker_that_only_dies_ends_the_run_at_the_set_number_whatever_the_tim
     assert fails.hopeless is not None
 
 
+def test_what_a_restart_does_not_mend_is_told_with_what_the_worker_died_of_before() -> None:
+    fails = Recovery(Patience())
+    fails.died("b", "died (SIGTERM)", 0.0)
+    fails.died("a", "died (SIGKILL)", 0.0)
+    fails.due(30.0)
+    fails.died("a", "failed: the model is gone", 31.0, lasting=True)
+    assert fails.hopeless == (
+        "worker 'a' failed: the model is gone; a restart would not mend that (before that: 'a' died (SIGKILL)); see "
+        "logs/a.log"
+    )
+
+
 def test_what_a_restart_does_not_mend_is_hopeless_the_first_time() -> None:
     fails = Recovery(Patience())
     fails.died("a", "failed: reward() in mine.py:3 returned nan", 0.0, lasting=True)
