@@ -91,7 +91,7 @@ def generate(replica: Replica, lengths: Lengths, prompt_tokens: float, rollouts:
     parts = replica.step(batch, typical, rates) * ((rollouts - batch) / batch * lengths.mean)
     points = np.linspace(0, lengths.most, _POINTS + 1)
     alive = batch * lengths.longer_than(points[:-1])
-    for index in np.flatnonzero(alive >= 0.5):
+    for index in np.flatnonzero(alive >= 0.5).tolist():
         width = float(points[index + 1] - points[index])
         parts += replica.step(max(1.0, float(alive[index])), prompt_tokens + float(points[index]), rates) * width
     return parts + prefill(replica, prompt_tokens, rollouts)

@@ -73,7 +73,7 @@ class OnPaper:
         return "\n".join(lines)
 
     def _most(self, side: str, nbytes: Ints) -> str:
-        rank = int(nbytes.sum(axis=1).argmax())
+        rank = int(np.argmax(nbytes.sum(axis=1)))
         does = "out of" if side == "source" else "into"
         return f"most bytes {does} a rank: {amount(int(nbytes[rank].sum()))}, {side} rank {rank}"
 
@@ -81,7 +81,7 @@ class OnPaper:
         lines = []
         for side, parts in self.held.items():
             total = np.sum(list(parts.values()), axis=0)
-            rank = int(total.argmax())
+            rank = int(np.argmax(total))
             told = " + ".join(f"{what} {amount(int(each[rank]))}" for what, each in parts.items())
             least = int(total.min())
             spread = f", the least {amount(least)}" if least < total[rank] else ""

@@ -182,4 +182,4 @@ def _numbers(group: Ints) -> tuple[Ints, Ints]:
 
 def _short(numbers: Ints) -> npt.NDArray[Any]:
     """The same numbers, from 0 on, in 16 bits where they fit, which numpy sorts many times faster."""
-    return numbers.astype(np.uint16) if int(numbers.max(initial=0)) < 1 << 16 else numbers
+    return numbers.astype(np.uint16) if int(np.max(numbers, initial=0)) < 1 << 16 else numbers
