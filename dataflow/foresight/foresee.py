@@ -102,6 +102,7 @@ def foresee(
     if not isinstance(trainer, Learn) or trainer.uses is None or generator.uses is None:
         raise GraphError("what a step takes is told of a trainer and a generator with models; this graph has others")
     lengths = _lengths(generator, found)
+    _check_forms(graph)
     models = {source: counts_of(source) for source in _sources(graph)}
     made = plan(graph, devices, gpus=gpus, steps=steps, sizes={name: _size(each) for name, each in models.items()})
     if made.turns:
@@ -114,6 +115,7 @@ def foresee(
     assumed = (
         f"rates: {rates.memory:.0%} of memory's and links' bandwidth, {rates.compute:.0%} of matrix products "
         f"({rates.source})",
+        "products in bfloat16, but for a generator in fp8",
         f"prompts of {found.prompt_tokens:,.0f} tokens",
         f"completions of {lengths.mean:,.0f} tokens in the mean, of {generator.traits.max_tokens:,} at most, "
         f"log-normal with a sigma of {found.sigma:g}",
@@ -125,6 +127,10 @@ def foresee(
                 operator, made.placements[name], models[operator.uses.source], kind, rollouts, lengths, found, most,
                 rates,
             ))  # fmt: skip
+        elif operator.uses is not None and operator not in (trainer, generator):
+            raise GraphError(
+                f"'{name}' computes with a model and has no devices here; give it some by --gpus {name}=.."
+            )
     weights = _exchange(made, generator, models[generator.uses.source], kind, rates)
     busy = {each.node: each.seconds for each in operations}
     if trainer.name not in busy or generator.name not in busy:
@@ -145,6 +151,14 @@ def foresee(
         staleness=stale, max_staleness=most, gpus=devices.gpus, assumed=assumed, rates=rates,
         gpu_hours=None if steps is None else steps * step_s * sum(each.count for each in operations) / 3600,
     )  # fmt: skip
+
+
+def _check_forms(graph: Structure) -> None:
+    """Refuse what the costs do not know."""
+    for name, operator in graph.operators.items():
+        form = "adapters" if operator.uses is not None and operator.uses.lora is not None else operator.narrow
+        if form not in (None, "fp8"):
+            raise GraphError(f"'{name}' has {form}, of which no cost is known yet; foresee it without")
 
 
 def _lengths(generator: Operator, workload: Workload) -> Lengths:
@@ -175,7 +189,7 @@ def _operation(
     if isinstance(operator, Generate):
         replica = Replica(
             model=model, kind=kind, tensor_parallel=placement.ranks,
-            dtype="fp8" if operator.narrow == "fp8" else "bfloat16",
+            dtype=operator.narrow or "bfloat16",
         )  # fmt: skip
         each, slots = rollouts / placement.replicas, operator.traits.slots
         limited = replace(rates, most_rollouts=slots)
@@ -223,8 +237,9 @@ def _sources(graph: Structure) -> list[str]:
 
 def _size(model: Counts) -> ModelSize:
     return ModelSize(
-        parameters=model.parameters, largest_end=model.ends, layers=model.layers, width=model.width,
-        cache_elements=model.cache, key_value_heads=model.cache_cuts,
+        parameters=model.parameters, largest_end=model.ends,
+        linear=(("all together", model.attention + model.mlps + model.experts, 1),), layers=model.layers,
+        width=model.width, cache_elements=model.cache, key_value_heads=model.cache_cuts,
     )  # fmt: skip
 
 
@@ -239,8 +254,8 @@ def _only(graph: Structure, kind: type[Operator]) -> Operator:
 
 
 def splits(graph: Structure, devices: Devices) -> list[Mapping[str, int]]:
-    """Ways to deal all devices out to trainer and generator, in whole replicas, a quarter of a node at a time at least;
-    other operators with models get one replica each."""
+    """Some 64 ways to deal all devices out to trainer and generator, in whole replicas; other operators with models get
+    one replica each."""
     trainer, generator = _only(graph, Learn), _only(graph, Generate)
     others = {
         name: each.traits.tensor_parallel * each.traits.dp_replicate

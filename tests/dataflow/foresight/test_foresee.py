@@ -1,11 +1,13 @@
 """What a graph takes on devices that nobody has rented."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dataflow import Graph, GraphError, Model, main, scorer
+from dataflow import Graph, GraphError, LoRA, Model, main, scorer
 from dataflow.foresight.foresee import Workload, best_split, foresee, splits
 from dataflow.foresight.report import lines
 from dataflow.foresight.spec import read_devices
@@ -36,7 +38,7 @@ def model(tmp_path: Path) -> Model:
     return Model(str(folder), dtype="bfloat16")
 
 
-def graph(model: Model, max_staleness: int = 2, *, reference: bool = False, **knobs: int) -> Graph:
+def graph(model: Model, max_staleness: int = 2, *, reference: bool = False, **knobs: Any) -> Graph:
     g = Graph("foreseen")
     generator = Generator(model, group_size=16, max_tokens=2048, **knobs)
     trainer = Trainer(model, loss=aipo, prompts_per_step=64, lr=1e-6, gradient_checkpointing=True)
@@ -136,6 +138,24 @@ def test_a_model_whose_config_is_not_at_hand_is_refused(tmp_path: Path, model: M
     (Path(model.source) / "config.json").unlink()
     with pytest.raises(GraphError, match=r"dimensions of model '.*' are not at hand: FileNotFoundError"):
         foresee(graph(model), read_devices("16xH100"), gpus=EIGHT_AND_EIGHT)
+
+
+def test_an_operator_with_a_model_and_no_devices_is_not_left_out_silently(model: Model) -> None:
+    with pytest.raises(GraphError, match=r"'ref_logprobs' computes with a model and has no devices here"):
+        foresee(graph(model, reference=True), read_devices("16xH100"), gpus=EIGHT_AND_EIGHT)
+
+
+def test_forms_of_which_no_cost_is_known_are_refused_and_fp8_takes_half_the_memory(model: Model) -> None:
+    room = read_devices("16xH100")
+    needs = []
+    for weights in ("model", "fp8"):
+        made = foresee(graph(model, weights=weights, cache_bytes=1 << 30), room, gpus=EIGHT_AND_EIGHT).operations[0]
+        needs.append((made.need_bytes or 0) - (1 << 30))
+    assert 0.5 < needs[1] / needs[0] < 0.6
+    with pytest.raises(GraphError, match="'generator' has int8, of which no cost is known"):
+        foresee(graph(model, weights="int8_dynamic"), room, gpus=EIGHT_AND_EIGHT)
+    with pytest.raises(GraphError, match="has adapters, of which no cost is known"):
+        foresee(graph(replace(model, lora=LoRA(rank=8))), room, gpus=EIGHT_AND_EIGHT)
 
 
 def test_lengths_that_are_given_count(model: Model) -> None:
