@@ -27,7 +27,7 @@ DECISIONS = (
     "dataflow/planning/executors.py", "dataflow/scheduler/state_machine.py", "dataflow/scheduler/table.py",
     "dataflow/scheduler/events.py", "dataflow/scheduler/reducer.py", "dataflow/scheduler/lifecycle.py",
     "dataflow/scheduler/recovery.py", "dataflow/scheduler/scaling.py", "dataflow/scheduler/failover.py",
-    "dataflow/scheduler/heartbeats.py", "dataflow/worker/acknowledgements.py", "operators/generation/admission.py",
+    "dataflow/scheduler/heartbeats.py", "dataflow/worker/acknowledgements.py", "dataflow/rules/admission.py",
     "operators/training/reorder_buffer.py", "transport/data/credit.py", "transport/data/partition.py",
     "transport/data/inbox.py", "transport/data/outbox.py", "transport/weights/layout/layout.py",
     "transport/weights/layout/reshard.py", "transport/weights/layout/plan.py",

@@ -10,6 +10,9 @@ import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
+from dataflow.rules.admission import Admission
+from dataflow.rules.leave import enough, leaves
+from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.weight_ends import WeightsIn
 from dataflow.worker.acknowledgements import Share
@@ -19,14 +22,10 @@ from operators.engine.make import make_engine
 from operators.engine.results import Start
 from operators.engine.sleep import put_aside
 from operators.generation import groups
-from operators.generation.admission import Admission
 from operators.generation.groups import PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.tokenize import encode
 from operators.models.read_weights import ReadWeights
-
-LINGER_STEPS = 4
-"""Decode steps after the first group of a slice is complete before it is sent on: others often follow."""
 
 
 class GeneratorRuntime(Runtime):
@@ -71,8 +70,8 @@ class GeneratorRuntime(Runtime):
     def room(self) -> int:
         """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting."""
         sources = {*self._context.columns, *self._admission.sources}
-        fewest = min((len(self._admission.sources.get(source, ())) for source in sources), default=0)
-        return max(0, max(64, self._declaration.slots) - fewest)
+        waiting = (len(self._admission.sources.get(source, ())) for source in sources)
+        return prompt_room(self._declaration.slots, waiting)
 
     def push(self, batch: Batch) -> None:
         """Tokenize the prompts into their source's queue; what cannot be served is complete at once."""
@@ -112,7 +111,7 @@ class GeneratorRuntime(Runtime):
             self._weights.hear()
             return self._out() if self._complete else None
         since = 0
-        enough = max(1, self._declaration.slots // (4 * self._declaration.group_size))
+        many = enough(self._declaration.slots, self._declaration.group_size)
         worked = False
         for _ in range(self._declaration.segment_tokens):
             self._listen()
@@ -124,7 +123,7 @@ class GeneratorRuntime(Runtime):
             worked = True
             self._complete += groups.collect(self.engine.step(starts), self._tickets)
             since += bool(self._complete)
-            if since > LINGER_STEPS or len(self._complete) >= enough:
+            if leaves(len(self._complete), since, enough=many):
                 break
         if self._partial is not None:
             self._partial.write(self.engine, self._tickets)

@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_ID, ROUND_SIZE, AnyArray
+from dataflow.rules.issue import ROWS_AT_ONCE, issue_until
 from dataflow.runtime import Batch, Context, Runtime
 from operators.sources.prompt_rows import Report
-
-ROWS_AT_ONCE = 32
 
 
 def permutation(seed: int | None, epoch: int, rows: int) -> AnyArray:
@@ -82,8 +81,7 @@ class PromptRuntime(Runtime):
         if self._again:
             again = [self._again.popleft() for _ in range(min(len(self._again), ROWS_AT_ONCE))]
             return [self._issue(again, self._rows(again), 0, 0)]
-        stops = (self._last, None if self._needed is None else self._needed + self._dropped_groups)
-        stop = min([self._next + ROWS_AT_ONCE, *(stop for stop in stops if stop is not None)])
+        stop = issue_until(self._next, last=self._last, needed=self._needed, dropped=self._dropped_groups)
         if stop <= self._next:
             return None
         groups = range(self._next, stop)

@@ -12,6 +12,7 @@ from dataflow.errors import GraphError, Unusable
 from dataflow.folder.ledger import MadeStep
 from dataflow.model import Model
 from dataflow.records import GROUP_ID, MASK
+from dataflow.rules.room import queue_prompts, row_room
 from dataflow.runtime import Batch, Context, Runtime
 from operators.training.catch_up import CatchUp
 from operators.training.checkpoints import checkpoint
@@ -112,12 +113,9 @@ class TrainerRuntime(Runtime):
             return 1
         if self._behind is not None:
             return 0
-        groups = self._trainer.queue_prompts
-        if groups is None:
-            ahead = self._bound.max_staleness if self._bound is not None else 0
-            groups = (ahead + 2) * self._trainer.prompts_per_step
-        free = groups * self._group_rows - self._buffer.rows
-        return max(0 if self._buffer.is_ready else 1, free)
+        ahead = self._bound.max_staleness if self._bound is not None else 0
+        groups = queue_prompts(self._trainer.queue_prompts, self._trainer.prompts_per_step, ahead)
+        return row_room(groups, self._group_rows, self._buffer.rows, is_ready=self._buffer.is_ready)
 
     def push(self, batch: Batch) -> None:
         """Take groups in, in any order; once it is done it passes them, as other trainers may still need theirs."""

@@ -16,9 +16,9 @@ import torch
 from dataflow.model import Model
 from dataflow.node import Generate, Source, Traits, Transform
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
+from dataflow.rules.admission import Admission
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.worker.acknowledgements import Share
-from operators.generation.admission import Admission
 from operators.sources.prompt_rows import Report
 from operators.sources.prompt_runtime import PromptRuntime
 

@@ -10,6 +10,7 @@ import pytest
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.snapshot import Snapshot
+from dataflow.rules.admission import Admission
 from dataflow.scheduler import addresses, failover, hosting, recovery, scaling
 from dataflow.scheduler.events import HostJoined, Process, Send
 from dataflow.scheduler.state_machine import RunStateMachine
@@ -19,7 +20,6 @@ from dataflow.worker import ports
 from dataflow.worker.host import Host
 from dataflow.worker.messages import SenderEnded
 from operators.evaluate import EvaluateRuntime
-from operators.generation.admission import Admission
 from operators.sources.prompt_runtime import PromptRuntime
 from transport.data.outbox import Outbox
 

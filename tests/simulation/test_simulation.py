@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dataflow.folder.finished import Finished
+from dataflow.rules.admission import Admission
 from dataflow.runtime import Batch
 from dataflow.scheduler import recovery, state_machine
 from dataflow.worker.acknowledgements import Acknowledgements
-from operators.generation.admission import Admission
 from operators.sources.prompt_runtime import PromptRuntime
 from operators.training.reorder_buffer import ReorderBuffer
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from dataflow.rules.admission import Admission
 from dataflow.staleness import Bound
-from operators.generation.admission import Admission
 
 
 @dataclass

@@ -1,0 +1,78 @@
+"""Seconds that pass in a simulation, and work of those that share processors."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processors:
+    """What the processes of a host share: each of them keeps one core at work, as long as there are enough."""
+
+    cores: float = float("inf")
+    alone: float = 1.0
+    """Speed of one that is at work alone, in that of one beside others: caches and frequency are its own."""
+
+    def speed(self, busy: int) -> float:
+        """Of each, where so many are at work."""
+        return self.alone if busy == 1 else min(1.0, self.cores / max(1, busy))
+
+
+class Event:
+    """Something that will happen, unless it is cancelled."""
+
+    __slots__ = ("act", "amount", "begun", "shared")
+
+    def __init__(self, act: Callable[[], None], amount: float, begun: float, shared: bool) -> None:
+        self.act: Callable[[], None] | None = act
+        self.amount, self.begun, self.shared = amount, begun, shared
+
+
+class Clock:
+    """Time, and a queue of events: by seconds, and by seconds of work where processors are shared out evenly."""
+
+    def __init__(self, processors: Processors | None = None) -> None:
+        self.now = 0.0
+        self._processors = processors or Processors()
+        self._work, self._busy = 0.0, 0
+        self._own: list[tuple[float, int, Event]] = []
+        self._shared: list[tuple[float, int, Event]] = []
+        self._order = count()
+
+    def after(self, seconds: float, act: Callable[[], None], *, shared: bool = False) -> Event:
+        """Act after so many seconds; shared: after so many of work, for which processors are taken from now on."""
+        event = Event(act, seconds, self._work if shared else self.now, shared)
+        heapq.heappush(self._shared if shared else self._own, (event.begun + seconds, next(self._order), event))
+        self._busy += shared
+        return event
+
+    def cancel(self, event: Event) -> float:
+        """Take an event back; which share of its seconds have passed."""
+        event.act = None
+        self._busy -= event.shared
+        passed = (self._work if event.shared else self.now) - event.begun
+        return min(1.0, passed / event.amount) if event.amount else 1.0
+
+    def next(self) -> bool:
+        """Let time pass until the next event, and act; False where there is none."""
+        for heap in (self._own, self._shared):
+            while heap and heap[0][2].act is None:
+                heapq.heappop(heap)
+        if not self._own and not self._shared:
+            return False
+        speed = self._processors.speed(self._busy)
+        at = self.now + (self._shared[0][0] - self._work) / speed if self._shared else float("inf")
+        if self._own and self._own[0][0] <= at:
+            at, _, event = heapq.heappop(self._own)
+            self._work += (at - self.now) * speed
+        else:
+            self._work, _, event = heapq.heappop(self._shared)
+            self._busy -= 1
+        self.now = at
+        act, event.act = event.act, None
+        assert act is not None, "cancelled events are passed over"
+        act()
+        return True

@@ -1,0 +1,65 @@
+"""Operators between generator and trainer by the clock: groups one after the other, each through all of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from dataflow.foresight.simulation.clock import Clock
+from dataflow.foresight.simulation.groups import SimulatedGroup
+from dataflow.foresight.simulation.scenario import ScorerCosts
+from dataflow.foresight.simulation.usage import Usage
+
+
+class Scorer:
+    """One that computes does a group at a time; one that waits has `at_once` calls open."""
+
+    def __init__(
+        self, costs: ScorerCosts, rows: int, clock: Clock, usage: Usage, out: Callable[[SimulatedGroup], None],
+        *, shared: bool,
+    ) -> None:  # fmt: skip
+        """rows: of a group. shared: whether it computes on the processors that others share."""
+        self._costs, self._rows, self._clock, self._usage, self._out = costs, rows, clock, usage, out
+        self._shared = shared
+        self._queue: deque[SimulatedGroup] = deque()
+        self._is_busy = False
+        self._free_at = 0.0
+        """When the calls that are open leave room for another group."""
+        self._open = 0
+
+    def push(self, group: SimulatedGroup) -> None:
+        """Take a group in."""
+        costs = self._costs
+        if costs.row_s <= 0:
+            self._out(group)
+        elif costs.waits:
+            self._free_at = max(self._free_at, self._clock.now) + self._rows * costs.row_s / costs.at_once
+            done = max(self._free_at, self._clock.now + costs.row_s)
+            if not self._open:
+                self._usage.begins()
+            self._open += 1
+            self._clock.after(done - self._clock.now, lambda: self._answered(group))
+        else:
+            self._queue.append(group)
+            if not self._is_busy:
+                self._begin()
+
+    def _answered(self, group: SimulatedGroup) -> None:
+        self._open -= 1
+        if not self._open:
+            self._usage.ends()
+        self._out(group)
+
+    def _begin(self) -> None:
+        self._is_busy = True
+        self._usage.begins()
+        seconds = self._rows * self._costs.row_s / self._costs.at_once
+        self._clock.after(seconds, self._end, shared=self._shared)
+
+    def _end(self) -> None:
+        self._is_busy = False
+        self._usage.ends()
+        group = self._queue.popleft()
+        if self._queue:
+            self._begin()
+        self._out(group)

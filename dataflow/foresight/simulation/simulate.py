@@ -1,0 +1,260 @@
+"""Runs a scenario: issues prompts, carries groups from operator to operator, and says what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.errors import GraphError
+from dataflow.foresight.lengths import Lengths
+from dataflow.foresight.simulation.clock import Clock
+from dataflow.foresight.simulation.generator import Replica
+from dataflow.foresight.simulation.groups import SimulatedGroup
+from dataflow.foresight.simulation.scenario import Scenario
+from dataflow.foresight.simulation.scoring import Scorer
+from dataflow.foresight.simulation.trainer import Trainer
+from dataflow.foresight.simulation.usage import Usage
+from dataflow.rules.issue import issue_until
+from dataflow.staleness import Bound, capacity
+from transport.data.credit import Credit, allot
+from transport.data.partition import choose
+
+_DRAWN = 1 << 16
+_EVENTS = 50_000_000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Simulated:
+    """What came of a scenario."""
+
+    step_ends: NDArray[np.float64]
+    """When each step was made, in seconds, float64[steps]."""
+    staleness: Counter[int]
+    """Trained rollouts by the versions that their oldest token was behind."""
+    dropped: Counter[str]
+    """Groups by reason."""
+    busy: Mapping[str, float]
+    """Share of the counted seconds that each operator was at work, in the mean over replicas."""
+    in_flight: float
+    """Groups without an outcome, in the mean over the steps' ends."""
+    spans: Mapping[str, Sequence[tuple[float, float]]] = field(repr=False)
+    """By operator, or replica of one, when it was at work, in seconds."""
+    first: int
+    """The step from which on steps are counted."""
+
+    @property
+    def steps_s(self) -> NDArray[np.float64]:
+        """Seconds of each counted step."""
+        return np.diff(self.step_ends[self.first - 1 :])
+
+    @property
+    def step_s(self) -> float:
+        """Of a counted step, in the mean."""
+        return float(self.steps_s.mean())
+
+    @property
+    def mean_staleness(self) -> float:
+        """Versions."""
+        return sum(versions * count for versions, count in self.staleness.items()) / self.staleness.total()
+
+
+def simulate(scenario: Scenario) -> Simulated:
+    """Run it to its last step. GraphError where it comes to a standstill, or needs more than 50 million events."""
+    return _World(scenario).run()
+
+
+class _World:
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario, self._clock = scenario, Clock(scenario.processors)
+        clock = self._clock
+        self._random = np.random.Generator(np.random.PCG64(scenario.seed))
+        per_step, ahead = scenario.prompts_per_step, scenario.max_staleness
+        bound = Bound(max_staleness=ahead, prompts_per_step=per_step, steps=scenario.steps)
+        self._usage: dict[str, Usage] = {}
+        lengths = _drawn(scenario.lengths, scenario.stride, self._random)
+        self._replicas = [
+            Replica(
+                scenario, clock, bound, lengths, self._used(_name("generator", number, scenario.replicas)), self._score,
+                lambda: self._told,
+            )
+            for number in range(scenario.replicas)
+        ]  # fmt: skip
+        self._trainer = Trainer(scenario, clock, self._used("trainer"), self._publish, self._settle)
+        self._scorers = self._chain()
+        self._dropping = 1 - math.prod(1 - costs.drops for costs in scenario.scorers.values())
+        self._following = 0
+        self._without_outcome = [0] * scenario.replicas
+        together = scenario.prompts_at_once
+        self._most = scenario.prompts_without_outcome or capacity(per_step, ahead) + per_step
+        credit = Credit(rows=together * self._most, bytes=1 << 62)
+        self._window = allot(credit, scenario.replicas, {})
+        self._room = max(1, credit.rows // scenario.replicas)
+        self._told = 0
+        """Groups given up, as generators know it."""
+        self._given_up = 0
+        self._in_flight: list[int] = []
+        self._counted: tuple[float, dict[str, float]] = (0.0, {})
+        self._first = min(scenario.steps - 1, 2 * (ahead + 1) + scenario.steps // 10) or 1
+
+    def run(self) -> Simulated:
+        scenario, clock, trainer = self._scenario, self._clock, self._trainer
+        for number in range(scenario.replicas):
+            self._doom(number)
+        self._doom_trainer()
+        self._issue()
+        events = 0
+        while trainer.steps < scenario.steps:
+            if not clock.next():
+                raise GraphError(
+                    f"the simulation stands still after {trainer.steps} of {scenario.steps} steps: a trainer that waits "
+                    f"for groups that nobody may start; look at in_flight ({scenario.in_flight}) and prompts_per_step "
+                    f"({scenario.prompts_per_step})"
+                )
+            events += 1
+            if events > _EVENTS:
+                raise GraphError(
+                    f"the simulation had {events:,} events after {trainer.steps} of {scenario.steps} steps; ask for "
+                    f"fewer steps"
+                )
+        began, before = self._counted
+        seconds = clock.now - began
+        busy = {name: (usage.so_far() - before.get(name, 0.0)) / seconds for name, usage in self._usage.items()}
+        merged: dict[str, list[float]] = {}
+        for name, share in busy.items():
+            merged.setdefault(name.partition(" ")[0], []).append(share)
+        return Simulated(
+            step_ends=np.array(trainer.step_ends), staleness=trainer.staleness, dropped=trainer.dropped,
+            busy={name: sum(each) / len(each) for name, each in merged.items()},
+            in_flight=float(np.mean(self._in_flight)), first=self._first,
+            spans={name: usage.spans for name, usage in self._usage.items()},
+        )  # fmt: skip
+
+    def _used(self, name: str) -> Usage:
+        return self._usage.setdefault(name, Usage(self._clock))
+
+    def _chain(self) -> list[Scorer]:
+        found: list[Scorer] = []
+        names = list(self._scenario.scorers)
+        for at, name in enumerate(names):
+            costs = self._scenario.scorers[name]
+            found.append(Scorer(
+                costs, self._scenario.group_size, self._clock, self._used(name),
+                lambda group, at=at: self._hop(lambda: self._pass_on(group, at + 1)),  # type: ignore[misc]
+                shared=self._scenario.generator.shared,
+            ))  # fmt: skip
+        return found
+
+    def _hop(self, act: object) -> None:
+        assert callable(act)
+        if self._scenario.hop_s:
+            self._clock.after(self._scenario.hop_s, act)
+        else:
+            act()
+
+    def _issue(self) -> None:
+        scenario = self._scenario
+        needed = scenario.steps * scenario.prompts_per_step
+        while True:
+            stop = issue_until(self._following, last=None, needed=needed, dropped=self._given_up)
+            left = self._most - sum(self._without_outcome)
+            count = min(stop - self._following, scenario.prompts_at_once, left)
+            if count <= 0:
+                return
+            rooms = [max(0, self._room - held) for held in self._without_outcome]
+            chosen = choose("balanced", rooms)
+            if not chosen:
+                return
+            (number,) = chosen
+            groups = [
+                SimulatedGroup(group_id, scenario.group_size, number)
+                for group_id in range(self._following, self._following + count)
+            ]
+            self._following += count
+            self._without_outcome[number] += count
+            self._hop(lambda groups=groups, number=number: self._arrive(number, groups))
+
+    def _arrive(self, number: int, groups: Sequence[SimulatedGroup]) -> None:
+        for group in groups:
+            self._replicas[number].push(group)
+
+    def _score(self, groups: list[SimulatedGroup]) -> None:
+        for group in groups:
+            self._hop(lambda group=group: self._pass_on(group, 0))
+
+    def _pass_on(self, group: SimulatedGroup, at: int) -> None:
+        if at < len(self._scorers):
+            self._scorers[at].push(group)
+        else:
+            self._trainer.push(group, drop=self._dropping > 0 and self._random.random() < self._dropping)
+
+    def _publish(self, version: int) -> None:
+        for replica in self._replicas:
+            replica.offer(version)
+
+    def _settle(self, groups: list[SimulatedGroup]) -> None:
+        for group in groups:
+            self._without_outcome[group.replica] -= 1
+        given_up = self._trainer.dropped.total()
+        if given_up > self._given_up:
+            self._given_up = given_up
+            self._hop(self._tell_dropped)
+        steps = self._trainer.steps
+        if steps > len(self._in_flight):
+            self._in_flight.append(sum(self._without_outcome))
+            if steps == self._first:
+                self._counted = self._clock.now, {name: usage.so_far() for name, usage in self._usage.items()}
+        self._issue()
+
+    def _tell_dropped(self) -> None:
+        self._told = self._given_up
+        for replica in self._replicas:
+            replica.poke()
+
+    def _doom(self, number: int) -> None:
+        rate = self._scenario.failures.generator_per_hour / 3600
+        if rate:
+            self._clock.after(self._random.exponential(1 / rate), lambda: self._fail(number))
+
+    def _fail(self, number: int) -> None:
+        replica = self._replicas[number]
+        lost = replica.fail()
+
+        def back() -> None:
+            replica.restart()
+            for group in lost:
+                group.again(self._scenario.group_size)
+                replica.push(group)
+            self._doom(number)
+
+        self._clock.after(self._scenario.failures.restart_s, back)
+
+    def _doom_trainer(self) -> None:
+        rate = self._scenario.failures.trainer_per_hour / 3600
+        if rate:
+            self._clock.after(self._random.exponential(1 / rate), self._fail_trainer)
+
+    def _fail_trainer(self) -> None:
+        self._trainer.fail()
+        failures = self._scenario.failures
+
+        def back() -> None:
+            self._trainer.restart()
+            self._doom_trainer()
+
+        self._clock.after(failures.restart_s + failures.lost_s, back)
+
+
+def _name(node: str, number: int, replicas: int) -> str:
+    return node if replicas == 1 else f"{node} {number}"
+
+
+def _drawn(lengths: Lengths, stride: int, random: np.random.Generator) -> Iterator[int]:
+    """Lengths of completions in strides, one after the other, without end."""
+    while True:
+        drawn = random.choice(lengths.tokens, _DRAWN) / stride
+        yield from np.maximum(1, np.rint(drawn)).astype(np.int64).tolist()
