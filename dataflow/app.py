@@ -14,7 +14,7 @@ from dataflow.agent.hosted import HOSTED
 from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.foresight.command import told as foreseen
+from dataflow.foresight.command import foreseen_of_run, told
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
@@ -119,10 +119,16 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "foresee": (
         str,
         "",
-        "devices that one could rent, as in 16xH100: print what a step would take there, and stop; --gpus deals them "
-        "out, or the shortest step does",
+        "devices that one could rent, as in 16xH100 or 2xcpu: print what a step would take there, and stop; --gpus "
+        "deals them out, or the shortest step does",
     ),
-    "lengths": (str, "", "tokens to foresee with, as in mean=800,prompt=200,sigma=0.8"),
+    "workload": (
+        str,
+        "",
+        "tokens, a scorer's seconds and a filter's share to foresee with, as in mean=800,prompt=200,sigma=0.8,"
+        "reward.seconds=0.05,reward.drops=0.3",
+    ),
+    "constants": (Path | None, None, "a file that dataflow calibrate wrote, to foresee with"),
     "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
     "quiet": (bool, False, "no live view"),
 }
@@ -139,8 +145,9 @@ def _act(
         "place": _hosts(flags["place"]),
     }  # fmt: skip
     if flags["foresee"]:
-        print(foreseen(
-            graph, flags["foresee"], gpus=how["gpus"], lengths=flags["lengths"], steps=flags["steps"],
+        print(told(
+            graph, flags["foresee"], gpus=how["gpus"], replicas=how["replicas"], ranks=how["ranks"],
+            workload=flags["workload"], steps=flags["steps"], constants=flags["constants"],
         ))  # fmt: skip
         return
     if flags["explain"] or flags["draw"]:
@@ -151,9 +158,13 @@ def _act(
         if flags["draw"]:
             print(f"drew {graph.draw(flags['draw'], planned)}")
         return
+    foreseen = {}
+    if flags["constants"] is not None and launcher is None:
+        planned = make_plan(graph, **how, one_process=flags["inline"])
+        foreseen = foreseen_of_run(graph, planned, flags["workload"], flags["constants"], steps=flags["steps"])
     run(
         graph, **how, on=inline() if flags["inline"] else launcher, seed=flags["seed"], runs=flags["runs"],
-        quiet=flags["quiet"], resume=flags["resume"],
+        quiet=flags["quiet"], resume=flags["resume"], foreseen=foreseen,
         standby=flags["standby"], keep_steps=flags["keep_steps"], checkpoint_to=flags["checkpoint_to"], launch=launch,
         limits=limits,
     )  # fmt: skip

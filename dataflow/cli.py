@@ -1,5 +1,6 @@
 """The `dataflow` command: looks at the folders of runs, and speaks to a run that is under way."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,9 @@ from dataflow.folder.copies.address import is_own
 from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import seen_in_part
+from dataflow.foresight.calibration import calibrate as fit_runs
+from dataflow.foresight.calibration import described, to_plain
+from dataflow.foresight.seen import look
 from dataflow.history.launch import start_again
 from dataflow.history.replay import Wishes
 from dataflow.history.resume import Recorded
@@ -24,6 +28,7 @@ from dataflow.history.verify import report, verify
 from dataflow.launchers.submit import launch
 from dataflow.scheduler.orphans import clear
 from dataflow.scheduler.requests import ask_for_facts, ask_to_scale, ask_to_stop, ask_to_swap
+from dataflow.system.files import write_atomically
 
 Run = Annotated[Path, tyro.conf.Positional]
 Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -43,6 +48,7 @@ def main() -> None:
                 "resume": resume,
                 "replay": replay,
                 "doctor": doctor,
+                "calibrate": calibrate,
                 "launch": launch,
             },
             prog="dataflow",
@@ -218,6 +224,24 @@ def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.Fla
         stacks: print all frames of all threads.
     """
     print(examine(run, ask_for_facts, all_stacks=stacks), end="")
+    return 0
+
+
+def calibrate(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path = Path("constants.json"), kind: str = "cpu"
+) -> int:
+    """Fit the constants of what is foreseen to run folders: python -m graphs.aipo --foresee .. --constants FILE.
+
+    Args:
+        runs: run folders; some of several model sizes, of synchronous and of asynchronous runs tell more apart.
+        out: where the constants go.
+        kind: the devices of these runs: cpu, or a kind as --foresee has it.
+    """
+    found = fit_runs([look(run) for run in runs], kind)
+    text = json.dumps(to_plain(found), indent=1)
+    write_atomically(out, lambda file: file.write(text.encode()))
+    print(described(found))
+    print(f"wrote {out}; foresee with --constants {out}")
     return 0
 
 

@@ -48,6 +48,8 @@ class Traits:
     """Token ids among which each is drawn; 0: all."""
     slots: int = 1
     """Rollouts that are decoded at once."""
+    calls_at_once: int = 1
+    """Rows, or groups, that it scores at the same time, over all its processes."""
     cache_bytes: int | None = None
     """Budget for keys and values; None: what is free."""
 

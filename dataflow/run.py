@@ -20,7 +20,7 @@ from dataflow.folder.copies.parts import CONFIG as COPIES
 from dataflow.folder.copies.taking import copies_of
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger_service.process import LedgerProcess
-from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_folder import FORESEEN, RunFolder
 from dataflow.folder.run_hold import is_over_hosts
 from dataflow.folder.run_lock import held
 from dataflow.folder.swaps import read_swaps
@@ -164,6 +164,7 @@ def run(
     keep_steps: int | None = None,
     checkpoint_to: str | None = None,
     launch: Launch | None = None,
+    foreseen: Mapping[str, Any] | None = None,
 ) -> Result:
     """Run a graph to its end, or for so many steps.
 
@@ -188,6 +189,7 @@ def run(
     with the ledger, so that a host which does not see the run folder can go on from it (`dataflow resume --from`).
     None: nowhere, or as the run that is resumed had it.
     launch: how `dataflow resume` starts this program again; `main` knows it.
+    foreseen: what `dataflow.foresight` tells of this run; kept in foreseen.json, and compared with what comes.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
     way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once. What is raised in the midst
     of a run has a note with the way to go on.
@@ -265,6 +267,8 @@ def run(
             orphans.clear_all(folder.path.parent)
             begun = Begun()
             _describe(folder, graph, planned, settings, launch)
+            if foreseen:
+                folder.write_json(FORESEEN, foreseen)
         else:
             orphans.remove(folder)
             recorded = Recorded.read(folder)

@@ -28,6 +28,7 @@ TRANSPORT_USERS = {
     "dataflow/worker/ports.py", "dataflow/worker/weight_ports.py", "dataflow/system/native.py",
     "dataflow/system/security.py", "dataflow/system/messages.py",
     "dataflow/foresight/counts.py",  # dimensions of a model, which the costs of the weight plane have
+    "dataflow/foresight/simulation/simulate.py",  # the data plane's rules of credit, which open nothing
 }  # fmt: skip
 """Those outside transport/ that import it: the ports open one, for worker and inline; those in `system` do not."""
 
@@ -46,6 +47,7 @@ OWN_LIMITS = {
     "operators/training/knobs.py",  # recover_within_s is no wait
     "operators/serving/bounds.py", "operators/serving/engine_thread.py", "operators/serving/service.py",  # no run
     "operators/warm_start/launch.py",  # before a run
+    "dataflow/foresight/simulation/scenario.py",  # seconds by a simulation's clock, which nobody waits
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
     python -m bench.foresight --fit rl_steps.csv                  # each row left out in turn
     python -m bench.foresight --rows OTHER.csv --json OUT         # rows with the constants that are known
+    python -m bench.foresight --own                               # our own runs on this machine: bench.foresight.own
 
 A system has two constants, the shares of data-sheet rates that it reaches (memory and links, matrix products), and one
 stated assumption on what it does not publish (bench.foresight.published). With --fit they are fitted to all rows of a
@@ -23,6 +24,7 @@ from rich.console import Console
 
 from bench.foresight.constants import FITTED
 from bench.foresight.fit import by_costs, by_devices, by_mean, fitted, left_out
+from bench.foresight.own import own
 from bench.foresight.published import PRACTICES, Practice, by_system, read_models, read_rows, seen
 from bench.report import Report
 from dataflow.foresight.rates import ASSUMED, Rates
@@ -38,9 +40,14 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--fit", type=Path, help="rows with step_s: fit, leave each out, show how far off")
     what.add_argument("--rows", type=Path, help="rows to predict")
+    what.add_argument("--own", action="store_true", help="foresee and make runs of our own on this machine's cores")
+    parser.add_argument("--policies", type=Path, default=Path("policies"), help="of --own: folder for the policies")
+    parser.add_argument("--keep", type=Path, help="of --own: where run folders stay; those there are not made again")
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
     parser.add_argument("--models", type=Path, default=MODELS, help="dimensions of models (default: those known here)")
     options = parser.parse_args()
+    if options.own:
+        return own(options.json, options.policies, options.keep)
     if options.rows:
         return predict(options.rows, options.models, options.json)
     return fit(options.fit, options.models, options.json)

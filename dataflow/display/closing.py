@@ -68,6 +68,8 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
     found: list[Line] = [head]
     for name, value, note in rows:
         found.append([(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])])
+    for number, said in enumerate(summary.foreseen):
+        found.append([(f"  {'' if number else 'foreseen':<12}", "dim"), (clean(said), "")])
     shown = summary.faults[-_FAULTS:]
     for number, fault in enumerate(shown):
         found.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])

@@ -106,6 +106,8 @@ class Summary:
     """Name of that stage."""
     staleness_mean: float | None = None
     staleness_max: float | None = None
+    foreseen: tuple[str, ...] = ()
+    """What was foreseen, beside what came; nothing where nobody asked."""
     restarts: int | None = None
     """How often a worker was started again."""
     faults: tuple[str, ...] = ()

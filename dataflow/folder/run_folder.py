@@ -15,6 +15,8 @@ from dataflow.folder.rollout_files import RolloutFiles
 from dataflow.system.files import RunFolderError, disk, to_json
 from dataflow.system.optional_files import Extras, Kind, read_lines, read_map, stream_lines
 
+FORESEEN = "foreseen.json"
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -62,6 +64,11 @@ class RunFolder:
         self.extras.attempt(link, lambda: _point(link, self.path.name), "pointing")
 
     @property
+    def foreseen(self) -> dict[str, Any]:
+        """What was foreseen of the run before it began (dataflow.foresight.report); empty: nobody asked."""
+        return self.read_json(FORESEEN)
+
+    @property
     def graph_json(self) -> Path:
         """Nodes and edges of the graph."""
         return self.path / "graph.json"
@@ -80,6 +87,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """A line per step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def activity(self) -> Path:
+        """What each node had done by when, a line now and then."""
+        return self.path / "activity.jsonl"
 
     @property
     def ledger(self) -> Path:
@@ -128,6 +140,14 @@ class RunFolder:
         self.placing.see_newest(checkpoints.path, at_most)
         step = checkpoints.latest(at_most)
         return None if step is None else checkpoints.folder(step)
+
+    def note_activity(self, seconds: float, nodes: Mapping[str, Any]) -> None:
+        """Add a line to activity.jsonl: what each node has done after so many seconds of training."""
+        self.extras.append(self.activity, to_json({"seconds": round(seconds, 4), "nodes": nodes}))
+
+    def read_activity(self) -> list[dict[str, Any]]:
+        """Its lines; none where it is not there. A torn one is left out."""
+        return read_lines(self.activity, self.extras.tell)[0]
 
     def write_json(self, name: str, value: Any, *, flush: bool = True) -> bool:
         """Put `value` as strict JSON at `name` in the folder, whole or not at all; `flush`: wait for the disk.

@@ -64,6 +64,15 @@ CATALOGUE = {
         _gpu("L40S", 48, 0.864, 362, 733, 32, "NVIDIA L40S data sheet; PCIe 4.0 x16", between=25),
         _gpu("H20", 96, 4.0, 148, 296, 450, "NVIDIA H20 data sheet as its vendors quote it"),
         _gpu("MI300X", 192, 5.3, 1307, 2615, 448, "AMD Instinct MI300X data sheet"),
+        DeviceKind(
+            name="cpu",
+            memory_bytes=1024 * GB,
+            memory_bytes_per_s=13 * GB_PER_S,
+            within_bytes_per_s=6 * GB_PER_S,
+            operations_per_s=dict.fromkeys(("float32", "bfloat16", "float16"), 0.147 * TERA),
+            source="one core of 2.3 GHz with two units of AVX-512, 16 additions and multiplications each; copies by "
+            "one thread, and between two processes, as measured on this project's machines",
+        ),
     )
 }
 """By name. No rate counts sparsity."""

@@ -1,19 +1,28 @@
-"""What a graph will take on devices that nobody has rented yet: its plan, and the costs of each operator's share."""
+"""What a graph will take on devices that nobody has rented yet: its plan, the costs of each operator, and a run by the
+clock under the engine's own rules."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts_of
-from dataflow.foresight.generation import Replica, generate, sustain
+from dataflow.foresight.generation import generate, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
-from dataflow.foresight.rates import ASSUMED, Rates
+from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
+from dataflow.foresight.scenarios import Foreground, between, scenario_of
+from dataflow.foresight.simulation.scenario import Failures
+from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
-from dataflow.foresight.training import BACKWARD, Learners
+from dataflow.foresight.training import BACKWARD
+from dataflow.foresight.workload import Workload
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
@@ -22,9 +31,10 @@ from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
 from dataflow.structure import Structure, group_size, sources_of
 
-PROMPT_TOKENS, SIGMA = 200.0, 0.8
-_CUT = 0.25
-"""Mean length of completions over the most that they may have, where nobody says."""
+T = TypeVar("T", bound=Operator)
+
+SIMULATED_STEPS = 60
+"""Where nobody says how many; of a longer run so many are looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +49,12 @@ class Operation:
     count: int
     """Of its devices."""
     seconds: float
-    """That its devices are busy for a step."""
+    """That it is at work for a step, each of its replicas in the mean."""
     need_bytes: int | None
     """Of memory, of one rank, at least."""
-    room_bytes: int
+    room_bytes: int | None
     at_once: float = 0.0
-    """Rollouts that a generator decodes at once, on all its devices."""
+    """Rollouts that a generator decodes at once, on all its devices, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +63,9 @@ class Foreseen:
 
     operations: tuple[Operation, ...]
     step_s: float
+    """Of a step, in the mean."""
+    spread_s: tuple[float, float]
+    """Which one step in ten is shorter than, and one in ten longer."""
     overlaps: bool
     """Whether generation and training go on at once."""
     weights_s: float
@@ -61,96 +74,135 @@ class Foreseen:
     """Of a step."""
     staleness: float
     """Mean, in versions."""
+    by_staleness: Mapping[int, float]
+    """Share of trained rollouts whose oldest token is so many versions behind; empty: not simulated."""
     max_staleness: int
+    in_flight: float | None
+    """Groups without an outcome, in the mean; None: not simulated."""
     gpus: int
     gpu_hours: float | None
     """Of all devices, for the steps asked for."""
     assumed: tuple[str, ...]
     """Sentences."""
-    rates: Rates = field(repr=False, default=ASSUMED)
+    constants: Constants = field(repr=False, default=ASSUMED_CONSTANTS)
+    simulated: Simulated | None = field(repr=False, default=None, compare=False)
 
     @property
     def bottleneck(self) -> Operation:
         """Whoever is busy longest."""
         return max(self.operations, key=lambda each: each.seconds)
 
+    @property
+    def efficiency(self) -> float:
+        """Share of a step in which that one is at work."""
+        return min(1.0, self.bottleneck.seconds / self.step_s)
+
     def idle(self, operation: Operation) -> float:
-        """Share of a step in which its devices wait."""
+        """Share of a step in which it waits."""
         return max(0.0, 1 - operation.seconds / self.step_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What nobody can know before a run."""
-
-    prompt_tokens: float = PROMPT_TOKENS
-    mean_tokens: float | None = None
-    """Of a completion; None: a quarter of the most that it may have."""
-    sigma: float = SIGMA
-
-
 def foresee(
-    graph: Structure, devices: Devices, *, gpus: Wishes, workload: Workload | None = None, steps: int | None = None,
-    rates: Rates = ASSUMED,
+    graph: Structure, devices: Devices, *, gpus: Wishes | None = None, replicas: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None, workload: Workload | None = None, steps: int | None = None,
+    constants: Constants = ASSUMED_CONSTANTS, failures: Failures | None = None, simulated: bool = True,
 ) -> Foreseen:  # fmt: skip
     """The plan on these devices, and what it takes: seconds of a step, who waits, memory, staleness.
 
-    gpus: devices by node, as `plan` has them. GraphError where `check` or `plan` refuses, for a graph without generator
-    and trainer on devices of their own, for a model whose config.json is not at hand, for devices of several kinds."""
-    kind, found = _kind(devices), workload or Workload()
-    trainer, generator = _only(graph, Learn), _only(graph, Generate)
-    if not isinstance(trainer, Learn) or trainer.uses is None or generator.uses is None:
+    gpus, replicas, ranks: as `plan` has them; devices without accelerators compute on their cores. simulated: by a run
+    of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no credit, and
+    nothing of cores that are shared. GraphError where `check` or `plan` refuses, for a graph without one generator and
+    one trainer, for a model whose config.json is not at hand, for devices of several kinds, for operators that take
+    turns."""
+    ground = _ground(graph, devices, gpus, replicas, ranks, workload or Workload(), steps, constants)
+    costed = {each.node: each for each in _closed(ground)}
+    rollouts = float(ground.trainer.step_prompts * ground.group_size)
+    made = Foreseen(
+        operations=tuple(costed.values()), step_s=0.0, spread_s=(0.0, 0.0), overlaps=ground.max_staleness > 0,
+        weights_s=ground.weights_s, rollouts=rollouts, staleness=0.0, by_staleness={}, in_flight=None,
+        max_staleness=ground.max_staleness, gpus=devices.gpus, gpu_hours=None, assumed=_assumed(ground),
+        constants=constants,
+    )  # fmt: skip
+    made = _by_simulation(made, ground, steps, failures) if simulated else _by_closed_forms(made, ground)
+    if steps is None or not devices.gpus:
+        return made
+    return replace(made, gpu_hours=steps * made.step_s * sum(each.count for each in made.operations) / 3600)
+
+
+def _ground(
+    graph: Structure, devices: Devices, gpus: Wishes | None, replicas: Mapping[str, int] | None,
+    ranks: Mapping[str, int] | None, workload: Workload, steps: int | None, constants: Constants,
+) -> Foreground:  # fmt: skip
+    kind = _kind(devices)
+    trainer, generator = only(graph, Learn), only(graph, Generate)
+    if trainer.uses is None or generator.uses is None:
         raise GraphError("what a step takes is told of a trainer and a generator with models; this graph has others")
-    lengths = _lengths(generator, found)
+    workload.check(graph)
+    lengths = workload.lengths(generator)
     _check_forms(graph)
-    models = {source: counts_of(source) for source in _sources(graph)}
-    made = plan(graph, devices, gpus=gpus, steps=steps, sizes={name: _size(each) for name, each in models.items()})
+    sources = dict.fromkeys(each.uses.source for each in graph.operators.values() if each.uses is not None)
+    models = {source: counts_of(source) for source in sources}
+    made = plan(
+        graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
+        sizes={name: _size(each) for name, each in models.items()},
+    )  # fmt: skip
     if made.turns:
         raise GraphError("operators take turns on their devices here, which is not foreseen yet; give each its own")
-    bound = next((each for each in graph.feedbacks if each.reader is generator), None)
-    most = bound.max_staleness if bound is not None else 0
-    sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
-    group = max(filter(None, sizes), default=1)
-    rollouts = float(trainer.step_prompts * group)
-    assumed = (
-        f"rates: {rates.memory:.0%} of memory's and links' bandwidth, {rates.compute:.0%} of matrix products "
-        f"({rates.source})",
-        "products in bfloat16, but for a generator in fp8",
-        f"prompts of {found.prompt_tokens:,.0f} tokens",
-        f"completions of {lengths.mean:,.0f} tokens in the mean, of {generator.traits.max_tokens:,} at most, "
-        f"log-normal with a sigma of {found.sigma:g}",
-    )
-    operations = []
+    lacking = [each.name for each in (generator, trainer) if devices.gpus and not made.placements[each.name].gpus]
+    if lacking:
+        raise GraphError(
+            f"'{trainer.name}' and '{generator.name}' need devices to be foreseen on, but {lacking} have none; "
+            f"give --gpus {generator.name}=..,{trainer.name}=.."
+        )
     for name, operator in graph.operators.items():
-        if operator.uses is not None and made.placements[name].gpus:
-            operations.append(_operation(
-                operator, made.placements[name], models[operator.uses.source], kind, rollouts, lengths, found, most,
-                rates,
-            ))  # fmt: skip
-        elif operator.uses is not None and operator not in (trainer, generator):
+        if operator.uses is not None and devices.gpus and not made.placements[name].gpus:
             raise GraphError(
                 f"'{name}' computes with a model and has no devices here; give it some by --gpus {name}=.."
             )
-    weights = _exchange(made, generator, models[generator.uses.source], kind, rates)
-    busy = {each.node: each.seconds for each in operations}
-    if trainer.name not in busy or generator.name not in busy:
-        raise GraphError(
-            f"'{trainer.name}' and '{generator.name}' need devices to be foreseen on, but {sorted(busy)} have some; "
-            f"give --gpus {generator.name}=..,{trainer.name}=.."
-        )
-    step_s = max(busy.values()) if most else sum(busy.values()) + weights
-    at_once = next(each.at_once for each in operations if each.node == generator.name)
+    bound = next((each for each in graph.feedbacks if each.reader is generator), None)
+    sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
+    return Foreground(
+        graph=graph, made=made, generator=generator, trainer=trainer, models=models, kind=kind, lengths=lengths,
+        workload=workload, constants=constants, group_size=max(filter(None, sizes), default=1),
+        max_staleness=bound.max_staleness if bound is not None else 0,
+        weights_s=_exchange(made, generator, models[generator.uses.source], kind, constants),
+    )  # fmt: skip
+
+
+def _by_simulation(made: Foreseen, ground: Foreground, steps: int | None, failures: Failures | None) -> Foreseen:
+    looked_at = min(steps or SIMULATED_STEPS, max(SIMULATED_STEPS, 6 * (ground.max_staleness + 2)))
+    found = simulate(scenario_of(ground, steps=max(3, looked_at), failures=failures))
+    shares = {ground.generator.name: "generator", ground.trainer.name: "trainer"}
+    operations = tuple(
+        replace(each, seconds=found.busy[shares.get(each.node, each.node)] * found.step_s) for each in made.operations
+    )
+    low, high = np.percentile(found.steps_s, [10, 90])
+    return replace(
+        made, operations=operations, step_s=found.step_s, spread_s=(float(low), float(high)),
+        staleness=found.mean_staleness, by_staleness=_shares(found.staleness), in_flight=found.in_flight,
+        simulated=found,
+    )  # fmt: skip
+
+
+def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
+    """The longest operator where they overlap, their sum where they do not; staleness by Applied Compute's form."""
+    busy = {each.node: each.seconds for each in made.operations}
+    most, rollouts = ground.max_staleness, made.rollouts
+    step_s = max(busy.values()) if most else sum(busy.values()) + ground.weights_s
     stale = 0.0
     if most:
+        at_once = next(each.at_once for each in made.operations if each.node == ground.generator.name)
         stale = min(float(most), mean_staleness(
-            in_flight=min(at_once, (most + 1) * rollouts), batch=rollouts, tail=_tail(lengths, group),
-            ratio=busy[trainer.name] / busy[generator.name],
+            in_flight=min(at_once, (most + 1) * rollouts), batch=rollouts,
+            tail=_tail(ground.lengths, ground.group_size),
+            ratio=busy[ground.trainer.name] / busy[ground.generator.name],
         ))  # fmt: skip
-    return Foreseen(
-        operations=tuple(operations), step_s=step_s, overlaps=most > 0, weights_s=weights, rollouts=rollouts,
-        staleness=stale, max_staleness=most, gpus=devices.gpus, assumed=assumed, rates=rates,
-        gpu_hours=None if steps is None else steps * step_s * sum(each.count for each in operations) / 3600,
-    )  # fmt: skip
+    return replace(made, step_s=step_s, spread_s=(step_s, step_s), staleness=stale)
+
+
+def _shares(counts: Counter[int]) -> dict[int, float]:
+    total = counts.total()
+    return {versions: count / total for versions, count in sorted(counts.items())}
 
 
 def _check_forms(graph: Structure) -> None:
@@ -161,59 +213,89 @@ def _check_forms(graph: Structure) -> None:
             raise GraphError(f"'{name}' has {form}, of which no cost is known yet; foresee it without")
 
 
-def _lengths(generator: Operator, workload: Workload) -> Lengths:
-    """Of completions. GraphError where they cannot be."""
-    longest, mean = generator.traits.max_tokens, workload.mean_tokens
-    if longest is None:
-        raise GraphError(f"'{generator.name}' does not say how long completions may be; set its max_tokens")
-    mean = max(1.0, _CUT * longest) if mean is None else mean
-    if not 1 <= mean <= longest:
-        raise GraphError(
-            f"completions of '{generator.name}' are to have {mean:,.0f} tokens in the mean, but have {longest:,} at "
-            f"most; foresee with fewer, or raise its max_tokens"
-        )
-    return Lengths.drawn(mean, longest, workload.sigma) if mean < longest else Lengths.of([mean])
+def _assumed(ground: Foreground) -> tuple[str, ...]:
+    constants, workload, lengths = ground.constants, ground.workload, ground.lengths
+    found = [
+        f"rates: {constants.generator.memory:.0%} of memory's and links' bandwidth, {constants.generator.compute:.0%} "
+        f"of matrix products ({constants.source})"
+        if constants.source == ASSUMED_CONSTANTS.source
+        else f"rates: {constants.source}",
+        f"products in {ground.dtype}, but for a generator in fp8",
+        f"prompts of {workload.prompt_tokens:,.0f} tokens",
+        f"completions of {lengths.mean:,.0f} tokens in the mean, of {ground.generator.traits.max_tokens:,} at most, "
+        + ("as a run had them" if workload.seen is not None else f"log-normal with a sigma of {workload.sigma:g}"),
+    ]
+    free = [
+        each.name for each in between(ground.graph, ground.generator, ground.trainer)
+        if each.uses is None and each.name not in workload.row_s and each.name not in constants.row_s
+    ]  # fmt: skip
+    if free:
+        found.append(f"no time for {', '.join(free)} (--workload {free[0]}.seconds=.. says otherwise)")
+    return tuple(found)
 
 
-def _operation(
-    operator: Operator, placement: Placement, model: Counts, kind: DeviceKind, rollouts: float, lengths: Lengths,
-    workload: Workload, max_staleness: int, rates: Rates,
-) -> Operation:  # fmt: skip
+def _closed(ground: Foreground) -> list[Operation]:
+    """Each operator's share by closed forms."""
+    found = []
+    for name, operator in ground.graph.operators.items():
+        placement = ground.made.placements[name]
+        if operator.uses is not None and (placement.gpus or ground.on_cpu):
+            found.append(_operation(operator, placement, ground))
+    names = {each.node for each in found}
+    timed = {**ground.constants.row_s, **ground.workload.row_s}
+    rollouts = float(ground.trainer.step_prompts * ground.group_size)
+    for each in between(ground.graph, ground.generator, ground.trainer):
+        if each.name not in names and timed.get(each.name, 0.0) > 0:
+            found.append(Operation(
+                node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need_bytes=None, room_bytes=None,
+                seconds=rollouts * timed[each.name] / each.traits.calls_at_once,
+            ))  # fmt: skip
+    return found
+
+
+def _operation(operator: Operator, placement: Placement, ground: Foreground) -> Operation:
+    count, kind, workload = ground.ranks(operator.name), ground.kind, ground.workload
+    room = kind.memory_bytes if placement.gpus else ground.made.devices.memory_bytes or None
     made = Operation(
-        node=operator.name, devices=f"{len(placement.gpus)} x {kind.name}", count=len(placement.gpus),
+        node=operator.name, devices=f"{count} x {kind.name}", count=count,
         cut=f"{placement.replicas} x {placement.ranks} rank{'s' if placement.ranks > 1 else ''}", seconds=0.0,
-        need_bytes=placement.memory_bytes, room_bytes=kind.memory_bytes,
+        need_bytes=placement.memory_bytes, room_bytes=room,
     )  # fmt: skip
-    tokens = workload.prompt_tokens + lengths.mean
-    learners = Learners(model=model, kind=kind, ranks=len(placement.gpus), tensor_parallel=placement.tensor_parallel)
-    if isinstance(operator, Generate):
-        replica = Replica(
-            model=model, kind=kind, tensor_parallel=placement.ranks,
-            dtype=operator.narrow or "bfloat16",
-        )  # fmt: skip
-        each, slots = rollouts / placement.replicas, operator.traits.slots
-        limited = replace(rates, most_rollouts=slots)
-        room = replica.at_once(workload.prompt_tokens + 0.6 * lengths.mean, limited)
-        batch = min(room, (max_staleness + 1) * each)  # no more may be on their way
+    rollouts = float(ground.trainer.step_prompts * ground.group_size)
+    tokens = workload.prompt_tokens + ground.lengths.mean
+    if operator is ground.generator:
+        rates, most = ground.constants.generator, ground.max_staleness
+        replica, each = ground.replica(), rollouts / placement.replicas
+        limited = replace(rates, most_rollouts=operator.traits.slots)
+        typical = workload.prompt_tokens + 0.6 * ground.lengths.mean
+        room_for = float(operator.traits.slots) if ground.on_cpu else replica.at_once(typical, limited)
+        batch = min(room_for, (most + 1) * each)  # no more may be on their way
         parts = (
-            sustain(replica, lengths, workload.prompt_tokens, each, limited, at_once=batch) if max_staleness
-            else generate(replica, lengths, workload.prompt_tokens, each, limited)
+            sustain(replica, ground.lengths, workload.prompt_tokens, each, limited, at_once=batch) if most
+            else generate(replica, ground.lengths, workload.prompt_tokens, each, limited)
         )  # fmt: skip
-        return replace(made, seconds=parts.seconds(rates), at_once=batch * placement.replicas)
-    forward = 1.0
+        seconds = parts.seconds(rates) + each * rates.end_s
+        return replace(made, seconds=seconds, at_once=min(room_for, batch) * placement.replicas)
+    rates, forward = ground.constants.learner, 1.0
+    learners = ground.learners(operator)
     if operator.trains:
         forward += BACKWARD + operator.traits.gradient_checkpointing
+        tokens = ground.lengths.mean + workload.prompt_tokens / ground.group_size  # a group's prompt is shared
     parts = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts)
-    return replace(made, seconds=parts.seconds(rates))
+    seconds = parts.seconds(rates)
+    if operator.trains:
+        seconds = seconds * ground.constants.computed + learners.update().seconds(rates) + rates.step_s
+        seconds += rollouts * rates.row_s
+    return replace(made, seconds=seconds)
 
 
-def _exchange(made: Plan, generator: Operator, model: Counts, kind: DeviceKind, rates: Rates) -> float:
+def _exchange(made: Plan, generator: Operator, model: Counts, kind: DeviceKind, constants: Constants) -> float:
     """Of a version, shard to shard: what a rank of a reader takes in, over the slowest link on its way."""
     ranks = made.placements[generator.name].ranks
     one_host = len({host for each in made.placements.values() for host in each.all_hosts}) <= 1
     link = kind.within_bytes_per_s if one_host else kind.between_bytes_per_s
     nbytes = model.parameters * (1 if generator.narrow else 2) / ranks
-    return Parts(links=nbytes / link).seconds(rates)
+    return Parts(links=nbytes / link).seconds(constants.generator)
 
 
 def _tail(lengths: Lengths, group: int) -> float:
@@ -226,13 +308,11 @@ def _tail(lengths: Lengths, group: int) -> float:
 
 def _kind(devices: Devices) -> DeviceKind:
     kinds = list(dict.fromkeys(host.kind for host in devices.hosts if host.gpus))
+    if not devices.gpus:
+        return replace(device_kind("cpu"), memory_bytes=devices.memory_bytes or 1 << 40)
     if len(kinds) != 1:
         raise GraphError(f"devices of one kind are foreseen for now, but there are {kinds or 'none'}; name one kind")
     return device_kind(kinds[0])
-
-
-def _sources(graph: Structure) -> list[str]:
-    return list(dict.fromkeys(each.uses.source for each in graph.operators.values() if each.uses is not None))
 
 
 def _size(model: Counts) -> ModelSize:
@@ -243,7 +323,8 @@ def _size(model: Counts) -> ModelSize:
     )  # fmt: skip
 
 
-def _only(graph: Structure, kind: type[Operator]) -> Operator:
+def only(graph: Structure, kind: type[T]) -> T:
+    """The generator, or the trainer. GraphError where there is not one."""
     found = [each for each in graph.operators.values() if isinstance(each, kind)]
     if len(found) != 1:
         raise GraphError(
@@ -251,42 +332,3 @@ def _only(graph: Structure, kind: type[Operator]) -> Operator:
             f"{'generators' if kind is Generate else 'trainers'}"
         )
     return found[0]
-
-
-def splits(graph: Structure, devices: Devices) -> list[Mapping[str, int]]:
-    """Some 64 ways to deal all devices out to trainer and generator, in whole replicas; other operators with models get
-    one replica each."""
-    trainer, generator = _only(graph, Learn), _only(graph, Generate)
-    others = {
-        name: each.traits.tensor_parallel * each.traits.dp_replicate
-        for name, each in graph.operators.items()
-        if each.uses is not None and each not in (trainer, generator) and not each.light
-    }
-    free = devices.gpus - sum(others.values())
-    unit = generator.traits.tensor_parallel
-    step = max(unit, -(-free // 64 // unit) * unit)
-    return [
-        {generator.name: makes, trainer.name: free - makes, **others}
-        for makes in range(unit, free, step)
-        if (free - makes) % (trainer.traits.tensor_parallel * trainer.traits.dp_replicate) == 0
-    ]
-
-
-def best_split(
-    graph: Structure, devices: Devices, *, workload: Workload | None = None, steps: int | None = None,
-    rates: Rates = ASSUMED,
-) -> tuple[Mapping[str, int], Foreseen]:  # fmt: skip
-    """How all devices are dealt out for the shortest step. GraphError where no way fits: why the last did not."""
-    found: list[tuple[float, int, Mapping[str, int], Foreseen]] = []
-    why: GraphError | None = None
-    for number, gpus in enumerate(splits(graph, devices)):
-        try:
-            made = foresee(graph, devices, gpus=gpus, workload=workload, steps=steps, rates=rates)
-        except GraphError as error:
-            why = error
-            continue
-        found.append((made.step_s, number, gpus, made))
-    if not found:
-        raise why or GraphError(f"{devices.gpus} devices are too few for a trainer and a generator; name more")
-    _, _, gpus, made = min(found, key=lambda each: each[:2])
-    return gpus, made

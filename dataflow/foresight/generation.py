@@ -70,7 +70,7 @@ class Replica:
             memory=nbytes / (self.tensor_parallel * kind.memory_bytes_per_s),
             compute=model.forward(rollouts, context) / (self.tensor_parallel * kind.rate(self.dtype)),
             links=stages * (all_reduces(model, kind, self.tensor_parallel, each) + self._latency(rates)),
-            fixed=rates.step_s,
+            fixed=rates.step_s + rollouts * rates.row_s,
         )
 
     def _latency(self, rates: Rates) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,11 @@ class Rates:
     far_exchange_s: float = 40e-6
     """The same over several nodes."""
     step_s: float = 3e-3
-    """Of a decode step besides the model: scheduling and drawing."""
+    """Of a decode step besides the model: scheduling and drawing; of a training step: what it does once."""
+    row_s: float = 0.0
+    """Of each rollout in a decode step, or in a training step, besides the model."""
+    end_s: float = 0.0
+    """Of each rollout that a generator begins and ends, besides its decode steps."""
     cache_share: float = 0.85
     """Of a device's memory that weights and cache may take."""
     most_rollouts: int = 1024
@@ -27,3 +32,27 @@ class Rates:
 
 
 ASSUMED = Rates()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Rates of each kind of operator, and what lies between them."""
+
+    generator: Rates = ASSUMED
+    learner: Rates = ASSUMED
+    """Of trainers, and of operators that compute log-probabilities."""
+    row_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a row, by operator that needs no model."""
+    computed: float = 1.0
+    """Tokens that a trainer passes over, of all tokens: prompts that a group shares are one, and a rollout without
+    advantage may be left out."""
+    hop_s: float = 1e-3
+    """From one operator to the next."""
+    adopt_s: float = 0.0
+    """Of a generator's replica that takes a version in."""
+    alone: float = 1.0
+    """Speed of a process that computes alone on its host's cores, in that of one beside others."""
+    source: str = ASSUMED.source
+
+
+ASSUMED_CONSTANTS = Constants()

@@ -1,5 +1,9 @@
 """What is foreseen, for people and for programs."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from dataflow.foresight.choose import Way
 from dataflow.foresight.foresee import Foreseen
 from dataflow.planning.placement import amount
 
@@ -9,28 +13,79 @@ def lines(found: Foreseen) -> str:
     head = ("operator", "devices", "replicas x ranks", "memory of a rank", "busy, s", "idle")
     rows = [
         (
-            each.node, each.devices, each.cut, f"{amount(each.need_bytes)} of {amount(each.room_bytes)}",
+            each.node, each.devices, each.cut if each.count else "", _memory(each.need_bytes, each.room_bytes),
             _number(each.seconds), f"{found.idle(each):.0%}",
         )
         for each in found.operations
     ]  # fmt: skip
-    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    ]
-    table.insert(1, "  ".join("-" * width for width in widths))
     how = "generation and training at once" if found.overlaps else "generation, then training"
+    low, high = (_number(each) for each in found.spread_s)
     said = [
-        f"a step of {found.rollouts:,.0f} rollouts takes {_number(found.step_s)} s ({how}); "
-        f"'{found.bottleneck.node}' is busy longest",
+        f"a step of {found.rollouts:,.0f} rollouts takes {_number(found.step_s)} s"
+        + (f", eight in ten {low} to {high}" if low != high else "")
+        + f" ({how}); '{found.bottleneck.node}' is busy longest",
         f"a version of the weights takes {_number(found.weights_s)} s, "
         + ("while both compute" if found.overlaps else "which is in the step"),
     ]
     if found.overlaps:
-        said.append(f"staleness is {found.staleness:.1f} versions in the mean, {found.max_staleness} at most")
+        at_bound = found.by_staleness.get(found.max_staleness, 0.0)
+        said.append(
+            f"staleness is {found.staleness:.1f} versions in the mean, {found.max_staleness} at most"
+            + (f" ({at_bound:.0%} of the rollouts)" if found.by_staleness else "")
+        )
+    if found.in_flight is not None:
+        said.append(f"{found.in_flight:,.0f} prompts are without an outcome in the mean")
     if found.gpu_hours is not None:
         said.append(f"all steps take {found.gpu_hours:,.1f} GPU hours")
-    return "\n".join([*table, *said, "assumed: " + "; ".join(found.assumed)])
+    return "\n".join([*_table(head, rows), *said, "assumed: " + "; ".join(found.assumed)])
+
+
+def ways(found: Sequence[Way]) -> str:
+    """The best ways to deal devices out, and why the others lose."""
+    best = found[0].foreseen
+    rows = [
+        (
+            f"--gpus {way.flag}", _number(way.foreseen.step_s), f"{way.foreseen.step_s / best.step_s - 1:+.0%}",
+            f"'{way.foreseen.bottleneck.node}' is busy longest", f"staleness {way.foreseen.staleness:.1f}",
+        )
+        for way in found
+    ]  # fmt: skip
+    rows[0] = (*rows[0][:2], "", *rows[0][3:])
+    return "\n".join(["", *_table(("ways to deal the devices out", "step, s", "", "why", ""), rows)])
+
+
+def to_plain(found: Foreseen) -> dict[str, Any]:
+    """For JSON: seconds, bytes, versions, shares."""
+    return {
+        "step_s": found.step_s, "spread_s": list(found.spread_s), "rollouts": found.rollouts,
+        "bottleneck": found.bottleneck.node, "efficiency": found.efficiency, "weights_s": found.weights_s,
+        "staleness_mean": found.staleness, "max_staleness": found.max_staleness,
+        "by_staleness": {str(versions): share for versions, share in found.by_staleness.items()},
+        "prompts_in_flight": found.in_flight, "gpus": found.gpus, "gpu_hours": found.gpu_hours,
+        "operators": [
+            {
+                "node": each.node, "devices": each.devices, "replicas_x_ranks": each.cut, "busy_s": each.seconds,
+                "idle_share": found.idle(each), "memory_bytes": each.need_bytes, "room_bytes": each.room_bytes,
+            }
+            for each in found.operations
+        ],
+        "assumed": list(found.assumed),
+    }  # fmt: skip
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
+    table.insert(1, "  ".join("-" * width for width in widths).rstrip())
+    return table
+
+
+def _memory(need: int | None, room: int | None) -> str:
+    if need is None:
+        return ""
+    return amount(need) + ("" if room is None else f" of {amount(room)}")
 
 
 def _number(seconds: float) -> str:

@@ -11,12 +11,16 @@ _CORES_EACH, _MEMORY_EACH = 12, 128 * 10**9
 
 
 def read_devices(text: str) -> Devices:
-    """Nodes of eight of one kind, the last one with what is left. GraphError for what cannot be read.
+    """Nodes of eight of one kind, the last one with what is left; `2xcpu`: two cores of this machine, and nothing else.
+
+    GraphError for what cannot be read.
 
     >>> from dataflow.foresight.spec import read_devices
     >>> [(host.name, host.gpus) for host in read_devices("10xH100").hosts]
     [('H100-0', 8), ('H100-1', 2)]
     """
+    if (cores := re.fullmatch(r"\s*([1-9][0-9]{0,3})\s*x\s*cpu\s*", text)) is not None:
+        return Devices(cpus=int(cores[1]))
     hosts: list[Host] = []
     for part in text.split("+"):
         match = re.fullmatch(r"\s*([1-9][0-9]{0,6})\s*x\s*(\w+)\s*", part)
@@ -26,6 +30,8 @@ def read_devices(text: str) -> Devices:
                 f"192xH100+64xL40S"
             )
         count, kind = int(match[1]), device_kind(match[2])
+        if kind.name == "cpu":
+            raise GraphError(f"devices to foresee are {text!r}; name either accelerators or cores, not both")
         if any(host.kind == kind.name for host in hosts):
             raise GraphError(f"devices to foresee are {text!r}, which names {kind.name} twice; add the numbers up")
         for number in range(-(-count // kind.per_node)):

@@ -45,6 +45,11 @@ class Learners:
         sums = all_reduces(self.model, self.kind, self.tensor_parallel, own)
         return Parts(compute=compute, links=sums + self._to_experts(total)) * (forward * idle)
 
+    def update(self) -> Parts:
+        """Adam reads weights, gradients and two moments and writes all but the gradients, four bytes each."""
+        nbytes = 7 * 4 * self.model.parameters / self.ranks
+        return Parts(memory=nbytes / self.kind.memory_bytes_per_s)
+
     def _to_experts(self, tokens: float) -> float:
         """Seconds of a forward pass."""
         if not self.model.routed or self.expert_parallel == 1:

@@ -44,6 +44,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,
         staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
         staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
+        foreseen=_foreseen(folder.foreseen, steps, busy[busiest] / seconds if busiest and seconds else None),
         restarts=restarts(folder.path), faults=tuple(in_words(read_faults(folder.path))),
         swaps=tuple(map(str, read_swaps(folder))), hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
         verdict=verdict, is_clean=is_clean, folder=str(path),
@@ -58,6 +59,26 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
             (str(path / "trace.json"), "who worked when, for ui.perfetto.dev"),
         ),
     )  # fmt: skip
+
+
+def _foreseen(
+    told: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], efficiency: float | None
+) -> tuple[str, ...]:  # fmt: skip
+    """What was foreseen beside what came; steps are counted without the first tenth, in which nothing is full yet."""
+    counted = [float(line["seconds"]) for line in steps[len(steps) // 10 :] if line.get("seconds") is not None]
+    came = {
+        "s a step": (counted[-1] - counted[0]) / (len(counted) - 1) if len(counted) > 1 else None,
+        "efficiency": efficiency,
+        "staleness": _mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
+    }
+    named = {"s a step": "step_s", "efficiency": "efficiency", "staleness": "staleness_mean"}
+    found = []
+    for name, seen in came.items():
+        before = told.get(named[name])
+        if isinstance(before, (int, float)) and seen is not None:
+            off = f" ({seen / before - 1:+.0%})" if name == "s a step" and before > 0 else ""
+            found.append(f"{before:.3g} {name}, came {seen:.3g}{off}")
+    return tuple(found)
 
 
 def _from_copies(program: str, config: Mapping[str, Any], times: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -35,6 +35,16 @@ from dataflow.system.processes import machine
 from dataflow.worker.host import Settings
 from dataflow.worker.swapped import swapped
 
+
+def activity_every(seconds: float) -> float:
+    """Seconds between two lines of activity.jsonl, after so many of the run: some thousand a day.
+
+    >>> activity_every(10.0), activity_every(3600.0), activity_every(86400.0)
+    (0.5, 18.0, 60.0)
+    """
+    return min(60.0, max(0.5, seconds / 200))
+
+
 TIMES_S = 5.0
 """Between two times that the seconds so far are written: so many a run that is killed does not know of."""
 
@@ -89,17 +99,21 @@ def take(folder: RunFolder, may_go_on: bool = True) -> Taken | None:
 
 
 class Times:
-    """times.json, of all parts of the run together; written on the way too, as a run that is killed says nothing."""
+    """times.json, of all parts of the run together; written on the way too, as a run that is killed says nothing.
+    Beside it activity.jsonl: what each node had done by then, now and then."""
 
     def __init__(self, folder: RunFolder, begun: Begun) -> None:
         self._folder, self._begun = folder, begun
-        self._looked = time.monotonic()
+        self._looked = self._noted = time.monotonic()
 
     def look(self, watch: Watch) -> None:
         """Write how far it is, now and then."""
         if time.monotonic() - self._looked > TIMES_S:
             self._looked = time.monotonic()
             self.write("not finished", watch.seconds, watch.busy_seconds, flush=False)
+        if time.monotonic() - self._noted > activity_every(watch.seconds):
+            self._noted = time.monotonic()
+            self._folder.note_activity(watch.seconds, watch.activity)
 
     def write(self, outcome: str, seconds: float, busy_seconds: Mapping[str, float], *, flush: bool = True) -> None:
         """Seconds and, by node, seconds at work, of this part."""

@@ -17,6 +17,8 @@ from dataflow.structure import feeding, leading, lines_of
 
 _WINDOW_S = 5.0
 _SUMS = ("busy", "idle", "blocked")
+_COUNTED = ("tokens", "decode_steps", "version", "step")
+"""What a status has of work done."""
 _DOING = {"first_evaluation": "first evaluation", "last_evaluation": "last evaluation"}
 """By phase, where no steps are made."""
 _DRAINING = "stopping after the step under way"
@@ -77,6 +79,18 @@ class Watch:
             return {}
         end = self._trained[1] if self._trained else self._busy()
         return {node: end.get(node, 0.0) - self._training[1].get(node, 0.0) for node in end}
+
+    @property
+    def activity(self) -> dict[str, dict[str, Any]]:
+        """By node, since its processes began and summed over them: seconds, rows, and what it counts of its work."""
+        return {
+            name: {
+                "replicas": _present(node), "rows_in": node["rows_in"], "rows_out": node["rows_out"],
+                **{key: round(node["seconds"][key], 4) for key in _SUMS},
+                **{key: node["status"][key] for key in _COUNTED if key in node["status"]},
+            }
+            for name, node in self._nodes.items()
+        }  # fmt: skip
 
     def to_plain(self) -> dict[str, Any]:
         """What a successor cannot find out, times on the machine's clock; `take_up` gives it back."""

@@ -73,7 +73,7 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
     @property
     def traits(self) -> Traits:
         """A function that is called with a group compares its rollouts."""
-        return Traits(compares_siblings=self.per == "group")
+        return Traits(compares_siblings=self.per == "group", calls_at_once=self.concurrency * self.processes)
 
     @property
     def about(self) -> str:

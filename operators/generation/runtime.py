@@ -176,6 +176,7 @@ class GeneratorRuntime(Runtime):
             "active": self.engine.live,
             "waiting": len(self._admission),
             "tokens": drawn,
+            "decode_steps": steps,
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
             "parked": self.engine.waiting,
             "begun": self._begun,

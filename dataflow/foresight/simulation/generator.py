@@ -24,7 +24,8 @@ class Replica:
         self, scenario: Scenario, clock: Clock, bound: Bound, lengths: Iterator[int], usage: Usage,
         out: Callable[[list[SimulatedGroup]], None], dropped: Callable[[], int],
     ) -> None:  # fmt: skip
-        """lengths: of completions in strides, without end. out: takes groups that are complete; dropped: groups given up."""
+        """lengths: of completions in strides, without end. out: takes groups that are complete; dropped: how many
+        were given up."""
         self._scenario, self._clock, self._lengths, self._usage = scenario, clock, lengths, usage
         self._costs = scenario.generator
         self._out, self._dropped = out, dropped

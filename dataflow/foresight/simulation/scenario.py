@@ -43,7 +43,7 @@ class TrainerCosts:
     """Of a step, besides its rows."""
     rollout_s: float = 0.0
     token_s: float = 0.0
-    """Of each token of prompt and completion."""
+    """Of each token of completions, and of one prompt for each group."""
     publish_s: float = 0.0
     """Of offering a version."""
     weights_s: float = 0.0

@@ -74,7 +74,7 @@ class _World:
         clock = self._clock
         self._random = np.random.Generator(np.random.PCG64(scenario.seed))
         per_step, ahead = scenario.prompts_per_step, scenario.max_staleness
-        bound = Bound(max_staleness=ahead, prompts_per_step=per_step, steps=scenario.steps)
+        bound = Bound(max_staleness=ahead, prompts_per_step=per_step)  # no end: it is a stretch of a longer run
         self._usage: dict[str, Usage] = {}
         lengths = _drawn(scenario.lengths, scenario.stride, self._random)
         self._replicas = [
@@ -111,7 +111,7 @@ class _World:
         while trainer.steps < scenario.steps:
             if not clock.next():
                 raise GraphError(
-                    f"the simulation stands still after {trainer.steps} of {scenario.steps} steps: a trainer that waits "
+                    f"the simulation stands still after {trainer.steps} of {scenario.steps} steps: its trainer waits "
                     f"for groups that nobody may start; look at in_flight ({scenario.in_flight}) and prompts_per_step "
                     f"({scenario.prompts_per_step})"
                 )
@@ -158,9 +158,8 @@ class _World:
 
     def _issue(self) -> None:
         scenario = self._scenario
-        needed = scenario.steps * scenario.prompts_per_step
         while True:
-            stop = issue_until(self._following, last=None, needed=needed, dropped=self._given_up)
+            stop = issue_until(self._following, last=None, needed=None, dropped=self._given_up)
             left = self._most - sum(self._without_outcome)
             count = min(stop - self._following, scenario.prompts_at_once, left)
             if count <= 0:

@@ -70,7 +70,7 @@ class Trainer:
                 self._groups.append(group)
         costs, size = scenario.trainer, scenario.group_size
         rollouts = size * len(self._groups)
-        tokens = rollouts * scenario.prompt_tokens + sum(group.tokens for group in self._groups)
+        tokens = sum(group.tokens + scenario.prompt_tokens for group in self._groups)
         seconds = costs.step_s + costs.rollout_s * rollouts + costs.token_s * tokens + costs.publish_s
         self._usage.begins()
         self._event = self._clock.after(seconds, self._made, shared=costs.shared)

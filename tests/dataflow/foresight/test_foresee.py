@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from dataflow import Graph, GraphError, LoRA, Model, main, scorer
-from dataflow.foresight.foresee import Workload, best_split, foresee, splits
-from dataflow.foresight.report import lines
+from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
+from dataflow.foresight.choose import best_ways, splits
+from dataflow.foresight.foresee import foresee
+from dataflow.foresight.report import lines, ways
 from dataflow.foresight.spec import read_devices
 from dataflow.foresight.staleness import mean_staleness
+from dataflow.foresight.workload import Workload
 from operators import Generator, Logprobs, Prompts, Trainer
 from operators.credit import advantage
 from operators.losses import aipo
@@ -52,12 +54,28 @@ def graph(model: Model, max_staleness: int = 2, *, reference: bool = False, **kn
 
 def test_an_asynchronous_step_is_as_long_as_the_busiest_and_a_synchronous_one_as_all_together(model: Model) -> None:
     room = read_devices("16xH100")
-    apart, in_turn = (foresee(graph(model, bound), room, gpus=EIGHT_AND_EIGHT) for bound in (2, 0))
+    apart, in_turn = (foresee(graph(model, bound), room, gpus=EIGHT_AND_EIGHT, simulated=False) for bound in (2, 0))
     busy = {each.node: each.seconds for each in apart.operations}
     assert apart.step_s == max(busy.values()) and apart.idle(apart.bottleneck) == 0
     assert 0 < min(apart.idle(each) for each in apart.operations if each is not apart.bottleneck) < 1
     assert in_turn.step_s == sum(each.seconds for each in in_turn.operations) + in_turn.weights_s > apart.step_s
     assert apart.rollouts == 1024 and 0 < apart.staleness <= 2 and in_turn.staleness == 0
+
+
+def test_a_simulated_step_is_no_shorter_than_its_busiest_operator_and_as_long_as_closed_forms_without_tails(
+    model: Model,
+) -> None:
+    room, even = read_devices("16xH100"), Workload(mean_tokens=512, sigma=0.0)
+    for bound in (0, 2):
+        closed, found = (
+            foresee(graph(model, bound), room, gpus=EIGHT_AND_EIGHT, workload=even, simulated=each)
+            for each in (False, True)
+        )
+        assert found.step_s >= found.bottleneck.seconds * 0.999
+        assert found.step_s == pytest.approx(closed.step_s, rel=0.15) and found.overlaps == (bound > 0)
+        assert sum(found.by_staleness.values()) == pytest.approx(1) and max(found.by_staleness) <= bound
+    tails = foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, workload=replace(even, sigma=1.2))
+    assert tails.step_s > found.step_s and tails.spread_s[1] > tails.spread_s[0]
 
 
 def test_a_step_with_twice_the_devices_takes_no_longer_and_costs_no_fewer_hours(model: Model) -> None:
@@ -71,15 +89,39 @@ def test_a_step_with_twice_the_devices_takes_no_longer_and_costs_no_fewer_hours(
 
 def test_no_way_to_deal_devices_out_is_shorter_than_the_one_that_is_chosen(model: Model) -> None:
     made, room = graph(model, reference=True, tensor_parallel=2), read_devices("24xH100")
-    chosen, best = best_split(made, room)
-    assert sum(chosen.values()) == 24 and chosen["generator"] % 2 == 0 and set(chosen) == set(splits(made, room)[0])
+    best = best_ways(made, room, steps=8)
+    assert [way.foreseen.step_s for way in best] == sorted(way.foreseen.step_s for way in best)
+    assert sum(best[0].gpus.values()) == 24 and best[0].gpus["generator"] % 2 == 0
+    assert set(best[0].gpus) == set(splits(made, room)[0])
     tried = []
     for gpus in splits(made, room):
         try:
-            tried.append(foresee(made, room, gpus=gpus).step_s)
+            tried.append(foresee(made, room, gpus=gpus, steps=8).step_s)
         except GraphError as error:
             assert "does not fit" in str(error) or "in a row on one host" in str(error)
-    assert len(tried) > 2 and best.step_s == min(tried)
+    assert len(tried) > 2 and best[0].foreseen.step_s == min(tried)
+    assert f"--gpus {best[1].flag}" in ways(best) and f"{best[1].foreseen.step_s / min(tried) - 1:+.0%}" in ways(best)
+
+
+def test_cores_are_foreseen_too_and_two_processes_share_one(model: Model) -> None:
+    short = Workload(prompt_tokens=4, mean_tokens=4)
+    two, one = (foresee(graph(model), Devices(cpus=cpus), workload=short, steps=3) for cpus in (2, 1))
+    assert two.gpu_hours is None and two.step_s < one.step_s < 2.1 * two.step_s
+    assert [each.devices for each in two.operations] == ["1 x cpu", "1 x cpu"]
+
+
+def test_a_scorer_takes_what_it_is_said_to_take_and_a_filter_asks_for_more_prompts(model: Model) -> None:
+    room, even = read_devices("16xH100"), Workload(mean_tokens=64, sigma=0.0)
+    plain, slow, dropping = (
+        foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, workload=replace(even, **more))
+        for more in ({}, {"row_s": {"reward": 0.05}}, {"drops": {"advantage": 0.5}})
+    )
+    assert "no time for reward, advantage" in lines(plain) and "no time for advantage" in lines(slow)
+    assert slow.bottleneck.node == "reward" and slow.step_s == pytest.approx(0.05 * 1024, rel=0.02)
+    makes = [each.operations[0].seconds for each in (plain, dropping)]
+    assert makes[1] / makes[0] == pytest.approx(2.0, rel=0.15)
+    with pytest.raises(GraphError, match="a workload tells of 'rewards', which graph 'foreseen' does not have"):
+        foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, workload=Workload(row_s={"rewards": 1.0}))
 
 
 def test_rollouts_that_are_decoded_at_once_are_no_more_than_may_be_on_their_way(model: Model) -> None:
@@ -96,7 +138,7 @@ def test_the_command_prints_what_is_foreseen_and_starts_nothing(
     def build() -> Graph:
         return graph(model)
 
-    main(build, args=["--foresee", "16xH100", "--steps", "1000", "--lengths", "mean=512,prompt=100"])
+    main(build, args=["--foresee", "16xH100", "--steps", "8", "--workload", "mean=512,prompt=100"])
     said = capsys.readouterr().out
     for words in (
         "operator ", "x H100", "GiB of 74.5 GiB", "a step of 1,024 rollouts takes", "is busy longest", "GPU hours",
@@ -104,8 +146,8 @@ def test_the_command_prints_what_is_foreseen_and_starts_nothing(
     ):  # fmt: skip
         assert words in said, words
     assert not (tmp_path / "runs").exists()
-    main(build, args=["--foresee", "16xH100", "--gpus", "generator=8,trainer=8"])
-    assert "all ways" not in capsys.readouterr().out
+    main(build, args=["--foresee", "16xH100", "--steps", "8", "--gpus", "generator=8,trainer=8"])
+    assert "ways to deal" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -118,9 +160,12 @@ def test_the_command_prints_what_is_foreseen_and_starts_nothing(
         (["2xH100"], "the plan does not fit"),
         (["16xH100", "--gpus", "shared"], "not foreseen yet"),
         (["16xH100", "--gpus", "generator=16"], "'trainer' and 'generator' need devices"),
-        (["16xH100", "--lengths", "mean=many"], "cannot be read at 'mean=many'"),
-        (["16xH100", "--lengths", "mean=-1"], "is no length"),
-        (["16xH100", "--lengths", "mean=5000"], "5,000 tokens in the mean, but have 2,048 at most"),
+        (["16xH100", "--workload", "mean=many"], "cannot be read at 'mean=many'"),
+        (["16xH100", "--workload", "mean=-1"], "cannot be; give 0 or more"),
+        (["16xH100", "--workload", "reward.drops=1"], "give a share below 1"),
+        (["2xcpu+4xH100"], "either accelerators or cores"),
+        (["2xcpu", "--constants", "none.json"], "no constants that `dataflow calibrate` wrote"),
+        (["16xH100", "--workload", "mean=5000"], "5,000 tokens in the mean, but have 2,048 at most"),
     ],
 )
 def test_what_cannot_be_foreseen_is_refused(

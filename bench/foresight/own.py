@@ -1,0 +1,190 @@
+"""Our own runs, predicted: two of them calibrate, and others with other bounds, sizes and texts are foreseen and run.
+
+    python -m bench.foresight --own --json OUT
+
+Every run is of the sorting graph (or of a policy with a heavy tail of lengths) on this machine's cores. Rewards are
+drawn at random for each rollout and the learning rate is next to 0, so that texts stay what they are and every group
+has a signal: what is predicted is seconds and staleness, not learning. A prediction knows the graph, its placement, the
+constants of the two runs, and how long the texts of that policy are (from the run itself, for the policy with a tail).
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.end_to_end.cases import SCORER_CALLS, SCORER_S, TAIL_TOKENS, make_case, make_policy
+from bench.report import Report
+from graphs.tasks import sorting
+from operators.warm_start import warm_start
+
+RUN_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run."""
+
+    name: str
+    policy: str = "small"
+    """small, large or tail."""
+    max_staleness: int = 4
+    group_size: int = 8
+    prompts_per_step: int = 32
+    replicas: int = 1
+    slow: bool = False
+    """Whether its scorer takes 50 ms, 32 calls of it at once."""
+    steps: int = 120
+
+
+CALIBRATE = (Trial(name="small, asynchronous"), Trial(name="large, synchronous", policy="large", max_staleness=0))
+PREDICT = (
+    Trial(name="staleness 0", max_staleness=0),
+    Trial(name="staleness 1", max_staleness=1),
+    Trial(name="staleness 8", max_staleness=8),
+    Trial(name="groups of 4", group_size=4),
+    Trial(name="groups of 16", group_size=16),
+    Trial(name="64 prompts a step", prompts_per_step=64, steps=80),
+    Trial(name="slow scorer", slow=True, steps=40),
+    Trial(name="two generators", replicas=2),
+    Trial(name="large", policy="large"),
+    Trial(name="large, staleness 1, groups of 16", policy="large", max_staleness=1, group_size=16, steps=60),
+    Trial(name="tail", policy="tail", steps=40),
+    Trial(name="tail, staleness 0", policy="tail", max_staleness=0, steps=40),
+    Trial(name="tail, staleness 8, groups of 4", policy="tail", max_staleness=8, group_size=4, steps=60),
+)
+
+
+def policy(name: str, policies: Path) -> Path:
+    """The folder of a policy, which is made there if it is not."""
+    if name != "large":
+        return make_policy(make_case("tail" if name == "tail" else "even", policies, quick=False), quick=False)
+    words = sorting.rows(20_000, seed=0)
+    return warm_start(
+        policies / "bench-sorting-large", examples=((row["prompt"], row["answer"]) for row in words),
+        alphabet=sorting.ALPHABET, layers=4, width=256, heads=4, steps=95, seed=0,
+    )  # fmt: skip
+
+
+def build(trial: Trial, policies: Path) -> Any:
+    """Its graph."""
+    import random
+    import time
+
+    from dataflow import Graph, Model, scorer
+    from operators import Generator, Prompts, Trainer
+    from operators.credit import advantage
+    from operators.losses import aipo
+
+    def drawn(completion: str, rollout_id: int) -> float:
+        if trial.slow:
+            time.sleep(SCORER_S)
+        return random.Random(rollout_id).random()
+
+    rows = make_case("tail" if trial.policy == "tail" else "even", policies, quick=False).rows
+    model = Model(str(policy(trial.policy, policies)))
+    longest = TAIL_TOKENS if trial.policy == "tail" else sorting.MAX_TOKENS
+    graph = Graph("foreseen")
+    reward = scorer(name="reward", concurrency=SCORER_CALLS if trial.slow else 1)(drawn)
+    generator = Generator(model, group_size=trial.group_size, max_tokens=longest)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=trial.prompts_per_step, lr=1e-7, normalize="rollouts")
+    prompts = Prompts(list(rows), columns=("answer",), shuffle_seed=0)
+    trainer(advantage(reward(generator(graph.source(prompts)))))
+    graph.feedback(trainer.weights, generator, max_staleness=trial.max_staleness)
+    return graph
+
+
+def run_one(trial: Trial, policies: Path, folder: Path) -> Path:
+    """Run it in a process of its own; its run folder. RuntimeError where it fails."""
+    runs = folder / trial.name.replace(" ", "-").replace(",", "")
+    if found := _folders(runs):
+        return found[0]
+    command = [
+        sys.executable, "-m", "bench.foresight.own", trial.name, str(policies.absolute()), str(runs)
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=RUN_TIMEOUT_S,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"'{trial.name}' failed: {done.stdout[-2000:]}")
+    return _folders(runs)[0]
+
+
+def _folders(runs: Path) -> list[Path]:
+    return [path for path in runs.iterdir() if not path.is_symlink()] if runs.is_dir() else []
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The run that `run_one` starts."""
+    from dataflow import run
+
+    name, policies, runs = arguments
+    trial = next(each for each in (*CALIBRATE, *PREDICT) if each.name == name)
+    run(
+        build(trial, Path(policies)), steps=trial.steps, replicas={"generator": trial.replicas}, runs=runs, quiet=True
+    )  # fmt: skip
+
+
+def predict(trial: Trial, policies: Path, constants: Any, texts: Mapping[str, Any]) -> Any:
+    """What is foreseen of it; texts: by policy, prompt tokens and lengths."""
+    from dataflow import Devices
+    from dataflow.foresight.foresee import foresee
+    from dataflow.foresight.workload import Workload
+
+    prompt, lengths = texts[trial.policy]
+    return foresee(
+        build(trial, policies), Devices(cpus=2), replicas={"generator": trial.replicas}, steps=trial.steps,
+        constants=constants, workload=Workload(
+            prompt_tokens=prompt, seen=lengths, row_s={"reward": SCORER_S} if trial.slow else {}
+        ),
+    )  # fmt: skip
+
+
+def own(path: Path | None, policies: Path, kept: Path | None) -> int:
+    """Calibrate, foresee, run, compare. kept: where run folders stay; those that are there are not run again."""
+    from dataflow.foresight.calibration import calibrate, described
+    from dataflow.foresight.seen import look
+
+    report, console = Report("foresight", path), Console(width=150)
+    with tempfile.TemporaryDirectory(prefix="foresight-") as temporary:
+        folder = kept or Path(temporary)
+        for trial in (*CALIBRATE, *PREDICT):
+            policy(trial.policy, policies)
+        seen = {trial.name: look(run_one(trial, policies, folder)) for trial in CALIBRATE}
+        constants = calibrate(list(seen.values()))
+        console.print(described(constants), highlight=False, markup=False)
+        texts = {trial.policy: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
+        off: dict[str, list[float]] = {"step_s": [], "efficiency": [], "staleness": []}
+        for trial in (*CALIBRATE, *PREDICT):
+            run = seen.get(trial.name) or look(run_one(trial, policies, folder))
+            texts.setdefault(trial.policy, (run.prompt_tokens, run.lengths))
+            made = predict(trial, policies, constants, texts)
+            report.add(
+                case="own runs", system=trial.name, step_ms=1e3 * run.step_s, foreseen_ms=1e3 * made.step_s,
+                off=made.step_s / run.step_s - 1, efficiency=run.efficiency, foreseen_efficiency=made.efficiency,
+                staleness=run.staleness, foreseen_staleness=made.staleness,
+            )  # fmt: skip
+            if trial in PREDICT:
+                off["step_s"].append(abs(made.step_s / run.step_s - 1))
+                off["efficiency"].append(abs(made.efficiency - run.efficiency))
+                off["staleness"].append(abs(made.staleness - run.staleness))
+    report.show(console)
+    for figure, found in off.items():
+        console.print(
+            f"{figure}: off by {statistics.median(found):.3f} in the median of {len(found)}, {max(found):.3f} at most",
+            highlight=False,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

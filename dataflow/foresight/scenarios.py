@@ -1,0 +1,150 @@
+"""A planned graph as the simulation takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+
+from dataflow.errors import GraphError
+from dataflow.foresight.catalogue import DeviceKind
+from dataflow.foresight.counts import Counts
+from dataflow.foresight.generation import Replica, prefill
+from dataflow.foresight.lengths import Lengths
+from dataflow.foresight.rates import Constants
+from dataflow.foresight.simulation.clock import Processors
+from dataflow.foresight.simulation.scenario import (
+    Failures,
+    GeneratorCosts,
+    Scenario,
+    ScorerCosts,
+    TrainerCosts,
+    coarse,
+)
+from dataflow.foresight.training import BACKWARD, Learners
+from dataflow.foresight.workload import Workload
+from dataflow.node import Learn, Operator
+from dataflow.planning.plan import Plan
+from dataflow.planning.wiring import edges
+from dataflow.structure import Structure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreground:
+    """What all costs of one question have in common."""
+
+    graph: Structure
+    made: Plan
+    generator: Operator
+    trainer: Learn
+    models: Mapping[str, Counts]
+    kind: DeviceKind
+    lengths: Lengths
+    workload: Workload
+    constants: Constants
+    group_size: int
+    max_staleness: int
+    weights_s: float
+    """Of a version, on its way."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether models compute on the host's own cores."""
+        return self.kind.name == "cpu"
+
+    @property
+    def dtype(self) -> str:
+        """Of products, where no operator says another."""
+        return "float32" if self.on_cpu else "bfloat16"
+
+    def ranks(self, node: str) -> int:
+        """Devices, or processes, of all its replicas."""
+        placement = self.made.placements[node]
+        return len(placement.gpus) or placement.replicas * placement.ranks
+
+    def replica(self) -> Replica:
+        """One of the generator's."""
+        operator, placement = self.generator, self.made.placements[self.generator.name]
+        assert operator.uses is not None, "a generator has a model"
+        return Replica(
+            model=self.models[operator.uses.source], kind=self.kind, tensor_parallel=placement.ranks,
+            dtype=operator.narrow or self.dtype,
+        )  # fmt: skip
+
+    def learners(self, operator: Operator) -> Learners:
+        """The ranks of a trainer, or of an operator that computes log-probabilities."""
+        assert operator.uses is not None, "one that computes with a model"
+        placement = self.made.placements[operator.name]
+        return Learners(
+            model=self.models[operator.uses.source], kind=self.kind, ranks=self.ranks(operator.name),
+            tensor_parallel=placement.tensor_parallel, dtype=self.dtype,
+        )  # fmt: skip
+
+
+def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = None, seed: int = 0) -> Scenario:
+    """The graph's bounds, the plan's sizes, and each operator's seconds."""
+    graph, made, trainer, constants = ground.graph, ground.made, ground.trainer, ground.constants
+    replica, placement = ground.replica(), made.placements[ground.generator.name]
+    shared = not placement.gpus
+    into = next(edge for edge in edges(graph) if edge.consumer == ground.generator.name)
+    return coarse(Scenario(
+        steps=steps, prompts_per_step=trainer.step_prompts, group_size=ground.group_size,
+        max_staleness=ground.max_staleness, lengths=ground.lengths, prompt_tokens=ground.workload.prompt_tokens,
+        generator=_generator_costs(ground, replica, shared=shared), trainer=_trainer_costs(ground, shared=shared),
+        scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.generator, trainer)},
+        replicas=placement.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
+        prompts_without_outcome=into.most_rows, queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
+        processors=Processors(cores=made.devices.cpus, alone=constants.alone) if shared else Processors(),
+        failures=failures or Failures(), seed=seed,
+    ))  # fmt: skip
+
+
+def between(graph: Structure, generator: Operator, trainer: Operator) -> list[Operator]:
+    """The operators through which rollouts go on their way, the first ones first."""
+    data = nx.DiGraph((a, b) for a, b, plane in graph.nx.edges(data="plane") if plane == "data")
+    way = nx.descendants(data, generator.name) & nx.ancestors(data, trainer.name)
+    return [graph.operators[name] for name in nx.lexicographical_topological_sort(data) if name in way]
+
+
+def _generator_costs(ground: Foreground, replica: Replica, *, shared: bool) -> GeneratorCosts:
+    rates, prompt = ground.constants.generator, ground.workload.prompt_tokens
+    slots = min(ground.generator.traits.slots, rates.most_rollouts)
+    if not ground.on_cpu:
+        slots = min(slots, int(replica.at_once(prompt + 0.6 * ground.lengths.mean, rates)))
+    step = [replica.step(n, 0.0, rates).seconds(rates) for n in range(slots + 1)]
+    looks_back = (replica.step(1, 1000.0, rates).seconds(rates) - step[1]) / 1000 if slots else 0.0
+    return GeneratorCosts(
+        step_s=np.array(step), context_s=looks_back, prompt_s=prefill(replica, prompt, 1).seconds(rates),
+        rollout_s=rates.end_s, adopt_s=ground.constants.adopt_s, shared=shared,
+    )  # fmt: skip
+
+
+def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
+    trainer, constants, rates = ground.trainer, ground.constants, ground.constants.learner
+    learners = ground.learners(trainer)
+    rollouts = float(trainer.step_prompts * ground.group_size)
+    tokens = ground.lengths.mean + ground.workload.prompt_tokens / ground.group_size  # a group's prompt is shared
+    forward = 1.0 + BACKWARD + trainer.traits.gradient_checkpointing
+    passes = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
+    return TrainerCosts(
+        step_s=learners.update().seconds(rates) + rates.step_s, rollout_s=rates.row_s,
+        token_s=constants.computed * passes / (rollouts * tokens), weights_s=ground.weights_s, shared=shared,
+    )  # fmt: skip
+
+
+def _scorer_costs(ground: Foreground, operator: Operator) -> ScorerCosts:
+    workload, constants = ground.workload, ground.constants
+    drops, at_once = workload.drops.get(operator.name, 0.0), operator.traits.calls_at_once
+    if operator.uses is not None:
+        if not ground.made.placements[operator.name].gpus and not ground.on_cpu:
+            raise GraphError(
+                f"'{operator.name}' computes with a model and has no devices here; give it some by "
+                f"--gpus {operator.name}=.."
+            )
+        tokens = workload.prompt_tokens + ground.lengths.mean
+        passes = ground.learners(operator).passes(1.0, tokens, forward=1.0, sequences=1.0)
+        return ScorerCosts(row_s=passes.seconds(constants.learner), drops=drops)
+    row_s = workload.row_s.get(operator.name, constants.row_s.get(operator.name, 0.0))
+    return ScorerCosts(row_s=row_s, at_once=at_once, waits=at_once > 1, drops=drops)

@@ -1,0 +1,170 @@
+"""What a run folder says of the seconds that its operators took, and of the texts that they had."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dataflow.errors import GraphError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.foresight.counts import Counts, counts_of
+from dataflow.foresight.lengths import Lengths
+from dataflow.history.describe import described
+from dataflow.records import MASK, TOKENS
+from dataflow.structure import lines_of
+
+_STRETCHES = 6
+_FILES = 20
+"""Of rollouts, that are read."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stretch:
+    """What one node did between two lines of activity.jsonl."""
+
+    seconds: float
+    busy_s: float
+    """Of all its replicas."""
+    other_s: float
+    """That the busiest of the other nodes was at work meanwhile."""
+    steps: float
+    """Decode steps of a generator, steps of a trainer."""
+    tokens: float
+    rows_in: float
+    rows_out: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Seen:
+    """One run."""
+
+    path: Path
+    generator: str
+    trainer: str
+    model: Counts
+    placed: Mapping[str, Mapping[str, Any]]
+    """By node: replicas, ranks, gpus, threads."""
+    max_staleness: int
+    group_size: int
+    prompts_per_step: int
+    prompt_tokens: float
+    lengths: Lengths
+    stretches: Mapping[str, Sequence[Stretch]]
+    """By node."""
+    steps: Sequence[Mapping[str, Any]]
+    """The trainer's lines of metrics.jsonl, without the first ones."""
+
+    @property
+    def step_s(self) -> float:
+        """Of a step, in the mean, once the pipeline is full."""
+        ends = [float(line["seconds"]) for line in self.steps]
+        return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+    @property
+    def staleness(self) -> float:
+        """Mean, in versions."""
+        return float(np.mean([line["staleness_mean"] for line in self.steps]))
+
+    @property
+    def efficiency(self) -> float:
+        """Share of its seconds that the busiest node was at work, each replica in the mean."""
+        shares = []
+        for node, found in self.stretches.items():
+            seconds = sum(each.seconds for each in found)
+            replicas = int(self.placed.get(node, {}).get("replicas", 1))
+            if seconds:
+                shares.append(sum(each.busy_s for each in found) / seconds / replicas)
+        return max(shares, default=0.0)
+
+    @property
+    def computed(self) -> float:
+        """Tokens that the trainer passed over, of those that there were when each group's prompt is counted once."""
+        there = [line["rollouts"] * line["completion_tokens_mean"] + line["groups"] * self.prompt_tokens
+                 for line in self.steps]  # fmt: skip
+        return float(sum(line["computed_tokens"] for line in self.steps) / sum(there))
+
+
+def look(path: Path) -> Seen:
+    """Read a run folder. GraphError where it lacks what a calibration needs: what, and what to do."""
+    folder = RunFolder.open(path)
+    graph, config = described(folder)
+    ends = [
+        (edge["from"], edge["to"]) for edge in graph.get("edges", [])
+        if edge["plane"] == "weights" and edge.get("max_staleness") is not None
+    ]  # fmt: skip
+    if len(ends) != 1:
+        raise GraphError(f"run '{path}' has {len(ends)} readers of new weights; a calibration needs one generator")
+    (trainer, generator) = ends[0]
+    steps = [line for line in lines_of(folder.read_metrics(), trainer) if "loss" in line]
+    bound = int((config.get("max_staleness") or {}).get(trainer) or 0)
+    counted = steps[2 * (bound + 1) + len(steps) // 10 : len(steps) - bound]
+    if len(counted) < 10:
+        raise GraphError(
+            f"run '{path}' has {len(steps)} steps, of which {len(counted)} can be counted; a calibration needs 10, so "
+            f"let it make {10 + 3 * (bound + 2)} or more"
+        )
+    checkpoint = folder.latest_checkpoint(node=None)
+    if checkpoint is None:
+        raise GraphError(f"run '{path}' has no checkpoint left, whose config.json says what model it is; take another")
+    prompt, lengths = _texts(folder, [int(line["step"]) for line in counted])
+    lines = _between(folder.read_activity(), trainer, int(counted[0]["step"]), int(counted[-1]["step"]))
+    found = {node["name"]: _stretches(lines, node["name"]) for node in graph["nodes"]}
+    if not found[generator]:
+        raise GraphError(
+            f"run '{path}' has no activity.jsonl with what its nodes did; it was made by an earlier version, or was "
+            f"too short: take a run of some ten seconds"
+        )
+    return Seen(
+        path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
+        max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
+        prompts_per_step=int(counted[0]["groups"]), prompt_tokens=prompt, lengths=lengths, stretches=found,
+        steps=counted,
+    )  # fmt: skip
+
+
+def _texts(folder: RunFolder, steps: Sequence[int]) -> tuple[float, Lengths]:
+    """Mean tokens of a prompt; those of completions."""
+    prompts: list[NDArray[Any]] = []
+    completions: list[NDArray[Any]] = []
+    for step in steps[:: max(1, len(steps) // _FILES)]:
+        rows = folder.rollouts_of().read(step)
+        whole = pc.list_value_length(rows.column(TOKENS)).to_numpy()
+        drawn = np.array([sum(each) for each in rows.column(MASK).to_pylist()])
+        prompts.append(whole - drawn)
+        completions.append(drawn)
+    return float(np.concatenate(prompts).mean()), Lengths.of(np.maximum(1, np.concatenate(completions)))
+
+
+def _between(lines: Sequence[Mapping[str, Any]], trainer: str, first: int, last: int) -> list[Mapping[str, Any]]:
+    """Those at which the trainer had made so many steps."""
+    return [line for line in lines if first <= line["nodes"].get(trainer, {}).get("step", -1) <= last]
+
+
+def _stretches(lines: Sequence[Mapping[str, Any]], node: str) -> list[Stretch]:
+    """Some six, as a count that is told of in whole steps is off by one at either end of each; where a count fell, a
+    process began anew, and nothing is known."""
+    known = [line for line in lines if node in line["nodes"]]
+    kept = [known[at * (len(known) - 1) // _STRETCHES] for at in range(_STRETCHES + 1)] if known else []
+    found = []
+    for before, after in itertools.pairwise(kept):
+        then, now = before["nodes"], after["nodes"]
+
+        def spent(name: str, key: str, then: Any = then, now: Any = now) -> float:
+            return float(now[name].get(key, 0)) - float(then.get(name, {}).get(key, 0))
+
+        made = Stretch(
+            seconds=after["seconds"] - before["seconds"], busy_s=spent(node, "busy"),
+            other_s=max((spent(each, "busy") for each in now if each != node), default=0.0),
+            steps=spent(node, "decode_steps") + spent(node, "step"), tokens=spent(node, "tokens"),
+            rows_in=spent(node, "rows_in"), rows_out=spent(node, "rows_out"),
+        )  # fmt: skip
+        if made.seconds > 0 and min(made.busy_s, made.other_s, made.steps, made.rows_in, made.rows_out) >= 0:
+            found.append(made)
+    return found

@@ -1,0 +1,88 @@
+"""What nobody can know of a run before it: how long texts are, what a scorer takes, what a filter drops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dataflow.errors import GraphError, nearest
+from dataflow.foresight.lengths import Lengths
+from dataflow.node import Operator
+from dataflow.structure import Structure
+
+PROMPT_TOKENS, SIGMA = 200.0, 0.8
+_CUT = 0.25
+"""Mean length of completions over the most that they may have, where nobody says."""
+_NAMES = {"mean": "mean_tokens", "prompt": "prompt_tokens", "sigma": "sigma"}
+_OF_NODE = {"seconds": "row_s", "drops": "drops"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Tokens, seconds and shares."""
+
+    prompt_tokens: float = PROMPT_TOKENS
+    mean_tokens: float | None = None
+    """Of a completion; None: a quarter of the most that it may have."""
+    sigma: float = SIGMA
+    """Of the logarithm of their number."""
+    seen: Lengths | None = None
+    """Those of a run, in place of a mean and a sigma."""
+    row_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a row, by operator."""
+    drops: Mapping[str, float] = field(default_factory=dict)
+    """Share of groups that an operator gives up."""
+
+    def lengths(self, generator: Operator) -> Lengths:
+        """Of completions. GraphError where they cannot be."""
+        longest, mean = generator.traits.max_tokens, self.mean_tokens
+        if longest is None:
+            raise GraphError(f"'{generator.name}' does not say how long completions may be; set its max_tokens")
+        if self.seen is not None:
+            return Lengths.of(self.seen.tokens.clip(1, longest))
+        mean = max(1.0, _CUT * longest) if mean is None else mean
+        if not 1 <= mean <= longest:
+            raise GraphError(
+                f"completions of '{generator.name}' are to have {mean:,.0f} tokens in the mean, but have {longest:,} "
+                f"at most; foresee with fewer, or raise its max_tokens"
+            )
+        return Lengths.drawn(mean, longest, self.sigma) if mean < longest else Lengths.of([mean])
+
+    def check(self, graph: Structure) -> None:
+        """GraphError for an operator that the graph does not have."""
+        for name in (*self.row_s, *self.drops):
+            if name not in graph.operators:
+                hint = nearest(name, graph.operators) or f"; it has {sorted(graph.operators)}"
+                raise GraphError(f"a workload tells of '{name}', which graph '{graph.name}' does not have{hint}")
+
+
+def read_workload(text: str) -> Workload:
+    """`mean=800,prompt=200,sigma=0.8,reward.seconds=0.05,reward.drops=0.3`; tokens, seconds of a row, share of groups.
+
+    GraphError for what cannot be read.
+
+    >>> read_workload("mean=800,judge.seconds=2").row_s
+    {'judge': 2.0}
+    """
+    found: dict[str, float] = {}
+    of_node: dict[str, dict[str, float]] = {each: {} for each in _OF_NODE.values()}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        match = re.fullmatch(r"(?:([\w-]+)\.)?(\w+)\s*=\s*([-+.\w]+)", part)
+        try:
+            if match is None:
+                raise ValueError(part)
+            node, name, number = match[1], match[2], float(match[3])
+            if node is None:
+                found[_NAMES[name]] = number
+            else:
+                of_node[_OF_NODE[name]][node] = number
+        except (KeyError, ValueError):
+            raise GraphError(
+                f"a workload to foresee with is {text!r}, which cannot be read at {part!r}; write it as mean=800,"
+                f"prompt={PROMPT_TOKENS:g},sigma={SIGMA:g},reward.seconds=0.05,reward.drops=0.3"
+            ) from None
+        if not 0 <= number < float("inf") or (name == "drops" and number >= 1):
+            least = "a share below 1" if name == "drops" else "0 or more"
+            raise GraphError(f"a workload to foresee with is {text!r}, but {part!r} cannot be; give {least}")
+    return Workload(**found, **of_node)  # type: ignore[arg-type]

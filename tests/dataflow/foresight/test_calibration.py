@@ -1,0 +1,133 @@
+"""Constants that fit what runs took."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataflow.errors import GraphError
+from dataflow.foresight.calibration import calibrate, described, read_constants, to_plain
+from dataflow.foresight.catalogue import device_kind
+from dataflow.foresight.counts import Counts, counts
+from dataflow.foresight.generation import Replica
+from dataflow.foresight.least_squares import non_negative
+from dataflow.foresight.lengths import Lengths
+from dataflow.foresight.rates import ASSUMED_CONSTANTS, Rates
+from dataflow.foresight.seen import Seen, Stretch
+from dataflow.foresight.training import BACKWARD, Learners
+from transport.weights.costs.decoder import Decoder
+
+TRUE = Rates(step_s=2e-3, row_s=3e-5, end_s=1e-4, compute=0.2, memory=1e6)
+LEARNS = Rates(step_s=0.02, row_s=1e-4, compute=0.1, memory=1e6)
+GROUP, PROMPTS, PROMPT = 8, 32, 7.0
+
+
+def sized(layers: int, width: int) -> Counts:
+    return counts(Decoder(
+        layers=layers, width=width, inner=4 * width, heads=4, kv_heads=4, vocabulary=64, head_width=width // 4
+    ))  # fmt: skip
+
+
+def made_run(
+    model: Counts, *, mean: float, batch: float, name: str, alone: float = 1.0, gpus: int = 0, prompts: int = PROMPTS
+) -> Seen:
+    """A run whose operators took exactly what these rates say; alone: how much faster, all of its seconds alone."""
+    cpu = device_kind("cpu")
+    replica = Replica(model=model, kind=cpu, dtype="float32")
+    learners = Learners(model=model, kind=cpu, ranks=1, dtype="float32")
+    rollouts, stretches = GROUP * prompts, []
+    other = 0.0 if alone > 1 else 1e3
+    for number in range(1, 7):
+        tokens = number * rollouts * mean
+        steps = tokens / batch
+        context = PROMPT + 0.6 * mean
+        decode = replica.step(batch, context, TRUE).seconds(TRUE) * steps
+        prefill = model.forward(number * prompts * PROMPT, PROMPT / 2) / cpu.rate("float32") / TRUE.compute
+        busy = decode + prefill + number * rollouts * TRUE.end_s
+        stretches.append(
+            Stretch(seconds=10.0, busy_s=busy / alone, other_s=other, steps=steps, tokens=tokens, rows_in=0,
+                    rows_out=number * rollouts)
+        )  # fmt: skip
+    each = 0.5 * (mean + PROMPT / GROUP)
+    passes = learners.passes(rollouts, each, forward=1 + BACKWARD, sequences=1e9).seconds(LEARNS)
+    step_s = (passes + learners.update().seconds(LEARNS) + LEARNS.step_s + rollouts * LEARNS.row_s) / alone
+    trained = [
+        Stretch(seconds=10.0, busy_s=n * step_s, other_s=other, steps=n, tokens=0, rows_in=n * rollouts, rows_out=0)
+        for n in range(5, 11)
+    ]
+    scored = [Stretch(seconds=10.0, busy_s=0.5, other_s=other, steps=0, tokens=0, rows_in=1000, rows_out=1000)]
+    line: dict[str, Any] = {
+        "rollouts": rollouts, "groups": prompts, "completion_tokens_mean": mean, "staleness_mean": 0.0,
+        "computed_tokens": 0.5 * (rollouts * mean + prompts * PROMPT),
+    }  # fmt: skip
+    return Seen(
+        path=Path(name), generator="generator", trainer="trainer", model=model, max_staleness=0, group_size=GROUP,
+        placed={node: {"ranks": 1, "replicas": 1, "gpus": gpus} for node in ("generator", "trainer", "reward")},
+        prompts_per_step=prompts, prompt_tokens=PROMPT, lengths=Lengths.of([mean]),
+        stretches={"generator": stretches, "trainer": trained, "reward": scored},
+        steps=[{**line, "seconds": float(number)} for number in range(10)],
+    )  # fmt: skip
+
+
+def test_runs_of_several_sizes_give_back_the_constants_that_made_them() -> None:
+    runs = [
+        made_run(sized(layers, width), mean=mean, batch=batch, prompts=prompts, name=f"run-{layers}")
+        for layers, width, mean, batch, prompts in (
+            (2, 128, 8.0, 50.0, 32), (4, 256, 40.0, 100.0, 32), (3, 192, 15.0, 20.0, 8), (2, 256, 90.0, 64.0, 64),
+            (6, 128, 25.0, 8.0, 16), (2, 512, 12.0, 30.0, 32),
+        )
+    ]  # fmt: skip
+    found = calibrate(runs)
+    assert found.alone == 1.0 and found.row_s == {"reward": pytest.approx(0.5e-3)}
+    assert found.computed == pytest.approx(0.5)
+    for name in ("step_s", "row_s", "end_s", "compute"):
+        assert getattr(found.generator, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
+    for name in ("step_s", "row_s", "compute"):
+        assert getattr(found.learner, name) == pytest.approx(getattr(LEARNS, name), rel=0.05), name
+    assert "calibrated on run-2, run-4" in found.source and "20.0% of matrix products" in described(found)
+
+
+def test_what_a_process_gains_alone_is_told_from_runs_in_turn_and_at_once() -> None:
+    runs = [
+        made_run(sized(2, 128), mean=8.0, batch=50.0, name="a"),
+        made_run(sized(4, 256), mean=30.0, batch=90.0, name="b"),
+        made_run(sized(2, 128), mean=8.0, batch=50.0, name="c", alone=1.25),
+        made_run(sized(4, 256), mean=30.0, batch=90.0, name="d", alone=1.25),
+    ]  # fmt: skip
+    assert calibrate(runs).alone == pytest.approx(1.25)
+    assert calibrate(runs[:2]).alone == 1.0
+
+
+def test_constants_go_into_a_file_and_come_back(tmp_path: Path) -> None:
+    found = calibrate([made_run(sized(2, 128), mean=8.0, batch=50.0, name="a")])
+    (tmp_path / "c.json").write_text(json.dumps(to_plain(found)))
+    assert read_constants(tmp_path / "c.json") == found != ASSUMED_CONSTANTS
+    for text in ("{", "[]", '{"generator": {"speed": 1}}'):
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(GraphError, match="no constants that `dataflow calibrate` wrote; found"):
+            read_constants(tmp_path / "c.json")
+
+
+def test_runs_of_another_kind_of_device_and_no_runs_are_refused() -> None:
+    run = made_run(sized(2, 128), mean=8.0, batch=50.0, name="a", gpus=1)
+    with pytest.raises(GraphError, match="run 'a' computed on accelerators, but kind is 'cpu'; say which"):
+        calibrate([run])
+    with pytest.raises(GraphError, match="on cores, but kind is 'H100'"):
+        calibrate([replace(run, placed={"generator": {"gpus": 0}})], "H100")
+    with pytest.raises(GraphError, match="needs run folders"):
+        calibrate([])
+
+
+def test_no_answer_is_negative_and_none_is_nearer() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        x, true = random.random((12, 4)), np.maximum(0, random.normal(size=4))
+        y = x @ true + 0.1 * random.normal(size=12)
+        found, left = non_negative(x, y)
+        assert (found >= 0).all() and left == pytest.approx(((x @ found - y) ** 2).sum())
+        for _ in range(30):
+            other = np.maximum(0, found + 0.1 * random.normal(size=4))
+            assert ((x @ other - y) ** 2).sum() >= left * (1 - 1e-6)

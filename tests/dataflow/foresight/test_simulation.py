@@ -1,0 +1,118 @@
+"""Runs by the clock: laws that hold for any scenario, and scenarios whose seconds are known."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.errors import GraphError
+from dataflow.foresight.lengths import Lengths
+from dataflow.foresight.simulation.clock import Clock, Processors
+from dataflow.foresight.simulation.scenario import (
+    Failures,
+    GeneratorCosts,
+    Scenario,
+    ScorerCosts,
+    TrainerCosts,
+    coarse,
+)
+from dataflow.foresight.simulation.simulate import Simulated, simulate
+
+
+def scenario(slots: int = 64, **changes: Any) -> Scenario:
+    """Every completion has 100 tokens, unless it says otherwise."""
+    known: dict[str, Any] = {
+        "steps": 20, "prompts_per_step": 8, "group_size": 8, "max_staleness": 2, "prompt_tokens": 10.0,
+        "lengths": Lengths.of([100.0]), "generator": GeneratorCosts(step_s=np.full(slots + 1, 1e-3)),
+        "trainer": TrainerCosts(step_s=0.05),
+    }  # fmt: skip
+    return Scenario(**(known | changes))
+
+
+def test_a_synchronous_step_is_generation_and_training_and_an_asynchronous_one_the_longer_of_both() -> None:
+    assert simulate(scenario(max_staleness=0)).step_s == pytest.approx(0.1 + 0.05, rel=1e-6)
+    found = simulate(scenario(max_staleness=4))
+    assert found.step_s == pytest.approx(0.1, rel=0.05) and found.busy["generator"] == pytest.approx(1.0, abs=0.03)
+    assert found.busy["trainer"] == pytest.approx(0.5, rel=0.1)
+    slow = simulate(scenario(max_staleness=4, trainer=TrainerCosts(step_s=0.3)))
+    assert slow.step_s == pytest.approx(0.3, rel=1e-6) and slow.busy["trainer"] == pytest.approx(1.0)
+
+
+def test_two_that_share_a_core_take_as_long_as_one_after_the_other_and_with_two_cores_as_the_longer() -> None:
+    both = {
+        "generator": GeneratorCosts(step_s=np.full(65, 1e-3), shared=True),
+        "trainer": TrainerCosts(step_s=0.1, shared=True), "max_staleness": 4,
+    }  # fmt: skip
+    one = simulate(scenario(**both, processors=Processors(cores=1)))
+    two = simulate(scenario(**both, processors=Processors(cores=2)))
+    assert one.step_s == pytest.approx(0.2, rel=0.05) and two.step_s == pytest.approx(0.1, rel=0.05)
+    assert simulate(scenario(**(both | {"max_staleness": 0}), processors=Processors(cores=1))).step_s == pytest.approx(
+        0.2, rel=1e-6
+    )
+
+
+def test_one_that_waits_for_a_slow_scorer_is_as_fast_as_that() -> None:
+    waits = simulate(scenario(scorers={"judge": ScorerCosts(row_s=0.1, at_once=16, waits=True)}, max_staleness=8))
+    assert waits.step_s == pytest.approx(64 * 0.1 / 16, rel=0.05) and waits.busy["judge"] > 0.95
+
+
+@given(
+    staleness=st.integers(0, 5), replicas=st.integers(1, 4), slots=st.integers(1, 70), mean=st.floats(2, 60),
+    drops=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 1000), train=st.floats(0.001, 0.5),
+    fails=st.sampled_from([0.0, 600.0]), shared=st.booleans(), together=st.integers(1, 4),
+)  # fmt: skip
+def test_whatever_is_simulated_trains_every_step_within_the_bound(
+    staleness: int, replicas: int, slots: int, mean: float, drops: float, seed: int, train: float, fails: float,
+    *, shared: bool, together: int,
+) -> None:  # fmt: skip
+    found = simulate(scenario(
+        slots, max_staleness=staleness, replicas=replicas, lengths=Lengths.drawn(mean, 300, 1.0), seed=seed, steps=12,
+        trainer=TrainerCosts(step_s=train, token_s=1e-6, weights_s=0.01, shared=shared), prompts_at_once=together,
+        scorers={"reward": ScorerCosts(row_s=1e-4), "filter": ScorerCosts(row_s=0.0, drops=drops)},
+        generator=GeneratorCosts(
+            step_s=1e-3 + 1e-5 * np.arange(slots + 1), context_s=1e-7, prompt_s=1e-3, rollout_s=1e-5, adopt_s=1e-3,
+            shared=shared,
+        ),
+        failures=Failures(generator_per_hour=fails, trainer_per_hour=fails / 4, restart_s=0.5, lost_s=0.5),
+        processors=Processors(cores=2) if shared else Processors(),
+    ))  # fmt: skip
+    _law(found, staleness, steps=12, rollouts=64)
+
+
+def _law(found: Simulated, staleness: int, *, steps: int, rollouts: int) -> None:
+    assert len(found.step_ends) == steps and (np.diff(found.step_ends) > 0).all()
+    assert found.staleness.total() == steps * rollouts and 0 <= min(found.staleness) <= max(found.staleness)
+    assert max(found.staleness) <= staleness and not found.dropped["stale"]
+    assert all(0 <= share <= 1 + 1e-9 for share in found.busy.values())
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    one, two = (simulate(scenario(lengths=Lengths.drawn(60, 500), seed=5)) for _ in range(2))
+    assert (one.step_ends == two.step_ends).all() and one.staleness == two.staleness
+
+
+def test_strides_of_many_decode_steps_change_little() -> None:
+    fine = scenario(lengths=Lengths.drawn(320, 2000), steps=40, replicas=2, max_staleness=3)
+    rough = replace(fine, stride=9)
+    assert coarse(fine).stride == 1 and coarse(fine, most=200).stride == 9
+    assert simulate(rough).step_s == pytest.approx(simulate(fine).step_s, rel=0.03)
+
+
+def test_a_bound_below_a_step_stands_still_and_is_told() -> None:
+    with pytest.raises(GraphError, match=r"stands still after 0 of 20 steps.*in_flight \(4\)"):
+        simulate(scenario(in_flight=4))
+
+
+def test_a_clock_gives_each_of_three_on_two_cores_two_thirds() -> None:
+    clock = Clock(Processors(cores=2))
+    ended: dict[str, float] = {}
+    for name, seconds in (("a", 2.0), ("b", 2.0), ("c", 4.0)):
+        clock.after(seconds, lambda name=name: ended.update({name: clock.now}), shared=True)  # type: ignore[misc]
+    event = clock.after(9.0, lambda: ended.update(never=0.0))
+    while clock.next():
+        if clock.now == pytest.approx(3.0) and event.act is not None:
+            assert clock.cancel(event) == pytest.approx(3 / 9)
+    assert ended == {"a": pytest.approx(3.0), "b": pytest.approx(3.0), "c": pytest.approx(5.0)}
