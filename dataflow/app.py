@@ -129,7 +129,11 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         "reward.seconds=0.05,reward.drops=0.3",
     ),
     "constants": (Path | None, None, "a file that dataflow calibrate wrote, to foresee with"),
-    "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
+    "draw": (
+        Path | None,
+        None,
+        "draw the graph (.svg, .dot, .mmd or .html), or what is foreseen (.svg or .json), and stop",
+    ),
     "quiet": (bool, False, "no live view"),
 }
 
@@ -148,6 +152,7 @@ def _act(
         print(told(
             graph, flags["foresee"], gpus=how["gpus"], replicas=how["replicas"], ranks=how["ranks"],
             workload=flags["workload"], steps=flags["steps"], constants=flags["constants"],
+            draw=flags["draw"],
         ))  # fmt: skip
         return
     if flags["explain"] or flags["draw"]:

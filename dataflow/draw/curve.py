@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.draw import theme
+from dataflow.draw.document import document
 from dataflow.draw.words import xml
 
 WIDTH, HEIGHT = 760.0, 400.0
@@ -35,7 +35,7 @@ def reward_curve_svg(
     body = [f'<text class="heading" x="{LEFT:g}" y="28">{xml(title)}</text>']
     if not reward and not accuracy:
         body.append(f'<text class="axis" x="{LEFT:g}" y="{HEIGHT / 2:g}">no step was finished</text>')
-        return _document(title, body)
+        return document(WIDTH, HEIGHT, title, body)
     values = [value for _, value in (*reward, *accuracy)]
     ys = _ticks(min(0.0, min(values)), max(values), 5)
     xs = _ticks(0, max(step for step, _ in (*reward, *accuracy)) or 1, 8, whole=True)
@@ -84,7 +84,7 @@ def reward_curve_svg(
         body.append(f'<g class="{name}"><path class="line" d="M{x:g} 46h24"/></g>')
         body.append(f'<text class="axis" x="{x + 31:g}" y="49.6">{words}</text>')
         x += 31 + len(words) * 5.6 + 26
-    return _document(title, body)
+    return document(WIDTH, HEIGHT, title, body)
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[float, float]]:
@@ -143,25 +143,4 @@ def _dot(x: float, y: float, point: tuple[float, float]) -> str:
     return (
         f'<g class="lane3"><circle class="tip" cx="{x:.1f}" cy="{y:.1f}" r="3.6">'
         f"<title>step {point[0]:g}: {point[1]:.3f}</title></circle></g>"
-    )
-
-
-def _document(title: str, body: Sequence[str]) -> str:
-    extra = (
-        ".dataflow-graph .end{text-anchor:end}.dataflow-graph .middle{text-anchor:middle}"
-        ".dataflow-graph .changed{stroke-dasharray:4 3}"
-        ".dataflow-graph .mark{font-size:11px;font-weight:600}"
-        ".dataflow-graph .line{stroke-linejoin:round;stroke-width:2}"
-        ".dataflow-graph .raw .line{stroke-width:1;stroke-opacity:.4}"
-    )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="dataflow-graph" role="img" '
-            f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}" width="{WIDTH:g}" height="{HEIGHT:g}">',
-            f"<title>{xml(title)}</title>",
-            f"<style>{theme.style()}{extra}</style>",
-            f'<rect class="paper" width="{WIDTH:g}" height="{HEIGHT:g}"/>',
-            *body,
-            "</svg>\n",
-        ]
     )

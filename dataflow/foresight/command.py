@@ -1,5 +1,6 @@
 """`--foresee`: devices and a workload as text, what is foreseen of a graph as text."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choose import best_ways
 from dataflow.foresight.foresee import foresee
 from dataflow.foresight.rates import ASSUMED_CONSTANTS
-from dataflow.foresight.report import lines, to_plain, ways
+from dataflow.foresight.report import lines, picture, to_plain, ways
 from dataflow.foresight.spec import read_devices
 from dataflow.foresight.workload import read_workload
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan
 from dataflow.planning.sharing import Wishes
 from dataflow.structure import Structure
+from dataflow.system.files import write_atomically
 
 
 def foreseen_of_run(
@@ -37,20 +39,31 @@ def foreseen_of_run(
 def told(
     graph: Structure, devices: str, *, gpus: Wishes | str | None, workload: str, steps: int | None,
     replicas: Mapping[str, int] | None = None, ranks: Mapping[str, int] | None = None, constants: Path | None = None,
+    draw: Path | None = None,
 ) -> str:  # fmt: skip
     """What a graph takes on devices that are named as `read_devices` has them.
 
     gpus: accelerators by node; empty: dealt out for the shortest step. workload: as `read_workload` has it. constants:
-    a file that `dataflow calibrate` wrote. GraphError for what cannot be read or foreseen."""
-    room, found = read_devices(devices), read_workload(workload)
+    a file that `dataflow calibrate` wrote. draw: where a time line goes (.svg), or all figures (.json). GraphError for
+    what cannot be read or foreseen."""
+    if draw is not None and draw.suffix not in (".svg", ".json"):
+        raise GraphError(f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of these")
+    room, texts = read_devices(devices), read_workload(workload)
     known = ASSUMED_CONSTANTS if constants is None else read_constants(constants)
     if isinstance(gpus, str):
         raise GraphError(
             "operators that share their devices are not foreseen yet; give each its own, or leave gpus out"
         )
+    said = ""
     if gpus or not room.gpus:
-        return lines(foresee(
-            graph, room, gpus=gpus, replicas=replicas, ranks=ranks, workload=found, steps=steps, constants=known
-        ))  # fmt: skip
-    best = best_ways(graph, room, workload=found, steps=steps, constants=known)
-    return f"{lines(best[0].foreseen)}\n{ways(best)}"
+        found = foresee(
+            graph, room, gpus=gpus, replicas=replicas, ranks=ranks, workload=texts, steps=steps, constants=known
+        )
+    else:
+        best = best_ways(graph, room, workload=texts, steps=steps, constants=known)
+        found, said = best[0].foreseen, f"\n{ways(best)}"
+    if draw is not None:
+        text = json.dumps(to_plain(found), indent=1) if draw.suffix == ".json" else picture(found, graph.name)
+        write_atomically(draw, lambda file: file.write(text.encode()))
+        said += f"\nwrote {draw}"
+    return f"{lines(found)}{said}"

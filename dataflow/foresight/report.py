@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dataflow.draw.timeline import timeline_svg
 from dataflow.foresight.choose import Way
 from dataflow.foresight.foresee import Foreseen
 from dataflow.planning.placement import amount
+
+_DRAWN_STEPS = 6
 
 
 def lines(found: Foreseen) -> str:
@@ -52,6 +55,17 @@ def ways(found: Sequence[Way]) -> str:
     ]  # fmt: skip
     rows[0] = (*rows[0][:2], "", *rows[0][3:])
     return "\n".join(["", *_table(("ways to deal the devices out", "step, s", "", "why", ""), rows)])
+
+
+def picture(found: Foreseen, title: str) -> str:
+    """A time line of some steps, as an SVG. ValueError for what was not simulated."""
+    if found.simulated is None:
+        raise ValueError("a time line is drawn of what was simulated; foresee with simulated=True")
+    run = found.simulated
+    first = min(run.first, len(run.step_ends) - 2)
+    marks = run.step_ends[first : first + _DRAWN_STEPS + 1].tolist()
+    worked = {name: spans for name, spans in run.spans.items() if spans}
+    return timeline_svg(worked, marks, f"{title}: {len(marks) - 1} steps, as foreseen")
 
 
 def to_plain(found: Foreseen) -> dict[str, Any]:

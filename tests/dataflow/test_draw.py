@@ -23,6 +23,7 @@ from dataflow.draw.layout import arrange
 from dataflow.draw.levels import spread
 from dataflow.draw.ordering import acyclic, crossings, layers_of, order
 from dataflow.draw.picture import KNOBS_SHOWN, column_lines, knob_text, read, shorten
+from dataflow.draw.timeline import timeline_svg
 from dataflow.draw.words import sans_width
 from dataflow.errors import GraphError
 from dataflow.model import Model
@@ -534,3 +535,22 @@ def test_the_curve_stands_whatever_the_metrics_lack(metrics: list[dict[str, Any]
 @given(st.lists(st.fixed_dictionaries({"step": st.integers(0, 10**6), "reward_mean": st.floats() | st.none()})))
 def test_no_reward_makes_the_curve_fail(metrics: list[dict[str, Any]]) -> None:
     assert ElementTree.fromstring(reward_curve_svg(metrics)).tag == f"{SVG}svg"
+
+
+# --- the time line
+
+
+def test_a_time_line_has_a_row_for_each_operator_its_share_and_a_line_for_each_step() -> None:
+    spans = {"generator 0": [(0.0, 3.0), (3.001, 9.0)], "a <b>": [(2.0, 4.0)], "late": [(20.0, 30.0)]}
+    svg = timeline_svg(spans, [1.0, 5.0, 9.0], "steps of <x>")
+    root = ElementTree.fromstring(svg)
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert {"generator 0", "a <b>", "late", "100%", "25%", "0%", "steps of <x>", "seconds"} <= set(words)
+    bars = [group.find(f"{SVG}path") for group in root.iter(f"{SVG}g") if "bar" in group.get("class", "")]
+    assert [bar.get("d", "").count("M") for bar in bars if bar is not None] == [1, 1]
+    assert sum(path.get("class") == "grid" for path in root.iter(f"{SVG}path")) == 3
+
+
+def test_a_time_line_of_very_many_rows_says_how_many_it_leaves_out() -> None:
+    svg = timeline_svg({f"generator {n}": [(0.0, 1.0)] for n in range(100)}, [0.0, 1.0], "many")
+    assert "76 more rows are left out" in svg and svg.count('class="bar') == 24
