@@ -11,7 +11,7 @@ from dataflow.errors import GraphError
 GB, GB_PER_S, TERA = 10**9, 1e9, 1e12
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceKind:
     """One accelerator of a node.
 

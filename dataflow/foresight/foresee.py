@@ -13,7 +13,7 @@ import numpy as np
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts_of
-from dataflow.foresight.generation import generate, sustain
+from dataflow.foresight.generation import Replica, generate, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
@@ -112,8 +112,7 @@ def foresee(
     gpus, replicas, ranks: as `plan` has them; devices without accelerators compute on their cores. simulated: by a run
     of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no credit, and
     nothing of cores that are shared. GraphError where `check` or `plan` refuses, for a graph without one generator and
-    one trainer, for a model whose config.json is not at hand, for devices of several kinds, for operators that take
-    turns."""
+    one trainer, for a model whose config.json is not at hand."""
     ground = _ground(graph, devices, gpus, replicas, ranks, workload or Workload(), steps, constants)
     costed = {each.node: each for each in _closed(ground)}
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
@@ -133,7 +132,6 @@ def _ground(
     graph: Structure, devices: Devices, gpus: Wishes | None, replicas: Mapping[str, int] | None,
     ranks: Mapping[str, int] | None, workload: Workload, steps: int | None, constants: Constants,
 ) -> Foreground:  # fmt: skip
-    kind = _kind(devices)
     trainer, generator = only(graph, Learn), only(graph, Generate)
     if trainer.uses is None or generator.uses is None:
         raise GraphError("what a step takes is told of a trainer and a generator with models; this graph has others")
@@ -162,10 +160,11 @@ def _ground(
     bound = next((each for each in graph.feedbacks if each.reader is generator), None)
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     return Foreground(
-        graph=graph, made=made, generator=generator, trainer=trainer, models=models, kind=kind, lengths=lengths,
+        graph=graph, made=made, generator=generator, trainer=trainer, models=models, kinds=_kinds(devices),
+        lengths=lengths,
         workload=workload, constants=constants, group_size=max(filter(None, sizes), default=1),
         max_staleness=bound.max_staleness if bound is not None else 0,
-        weights_s=_exchange(made, generator, models[generator.uses.source], kind, constants),
+        weights_s=_exchange(made, generator, models[generator.uses.source], _kinds(devices), constants),
     )  # fmt: skip
 
 
@@ -254,28 +253,22 @@ def _closed(ground: Foreground) -> list[Operation]:
 
 
 def _operation(operator: Operator, placement: Placement, ground: Foreground) -> Operation:
-    count, kind, workload = ground.ranks(operator.name), ground.kind, ground.workload
-    room = kind.memory_bytes if placement.gpus else ground.made.devices.memory_bytes or None
+    workload, count = ground.workload, ground.ranks(operator.name)
+    kinds = _kinds_of(placement, ground)
+    room = min(kind.memory_bytes for kind in kinds) if placement.gpus else ground.made.devices.memory_bytes or None
     made = Operation(
-        node=operator.name, devices=f"{count} x {kind.name}", count=count,
+        node=operator.name, devices=" + ".join(f"{many} x {kind.name}" for kind, many in kinds.items()), count=count,
         cut=f"{placement.replicas} x {placement.ranks} rank{'s' if placement.ranks > 1 else ''}", seconds=0.0,
         need_bytes=placement.memory_bytes, room_bytes=room,
     )  # fmt: skip
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     tokens = workload.prompt_tokens + ground.lengths.mean
     if operator is ground.generator:
-        rates, most = ground.constants.generator, ground.max_staleness
-        replica, each = ground.replica(), rollouts / placement.replicas
-        limited = replace(rates, most_rollouts=operator.traits.slots)
-        typical = workload.prompt_tokens + 0.6 * ground.lengths.mean
-        room_for = float(operator.traits.slots) if ground.on_cpu else replica.at_once(typical, limited)
-        batch = min(room_for, (most + 1) * each)  # no more may be on their way
-        parts = (
-            sustain(replica, ground.lengths, workload.prompt_tokens, each, limited, at_once=batch) if most
-            else generate(replica, ground.lengths, workload.prompt_tokens, each, limited)
-        )  # fmt: skip
-        seconds = parts.seconds(rates) + each * rates.end_s
-        return replace(made, seconds=seconds, at_once=min(room_for, batch) * placement.replicas)
+        alike = Counter(ground.replica(number) for number in range(placement.replicas))
+        found = {replica: _generation(replica, rollouts / placement.replicas, ground) for replica in alike}
+        pace = sum(many / found[replica][0] for replica, many in alike.items())  # shares that they make in a second
+        at_once = sum(many * found[replica][1] for replica, many in alike.items())
+        return replace(made, seconds=placement.replicas / pace, at_once=at_once)
     rates, forward = ground.constants.learner, 1.0
     learners = ground.learners(operator)
     if operator.trains:
@@ -289,11 +282,35 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     return replace(made, seconds=seconds)
 
 
-def _exchange(made: Plan, generator: Operator, model: Counts, kind: DeviceKind, constants: Constants) -> float:
+def _generation(replica: Replica, rollouts: float, ground: Foreground) -> tuple[float, float]:
+    """Seconds in which a replica makes so many, and how many it decodes at once."""
+    rates, prompt = ground.constants.generator, ground.workload.prompt_tokens
+    slots = float(ground.generator.traits.slots)
+    limited = replace(rates, most_rollouts=ground.generator.traits.slots)
+    room = slots if ground.on_cpu else replica.at_once(prompt + 0.6 * ground.lengths.mean, limited)
+    batch = min(room, (ground.max_staleness + 1) * rollouts)  # no more may be on their way
+    parts = (
+        sustain(replica, ground.lengths, prompt, rollouts, limited, at_once=batch) if ground.max_staleness
+        else generate(replica, ground.lengths, prompt, rollouts, limited)
+    )  # fmt: skip
+    return parts.seconds(rates) + rollouts * rates.end_s, batch
+
+
+def _kinds_of(placement: Placement, ground: Foreground) -> Counter[DeviceKind]:
+    """How many devices of which kind an operator has."""
+    if ground.on_cpu:
+        return Counter({ground.kinds[""]: placement.replicas * placement.ranks})
+    hosts = placement.rank_hosts or [host for host in placement.hosts for _ in range(placement.ranks)]
+    return Counter(ground.kinds[host] for host in hosts)
+
+
+def _exchange(
+    made: Plan, generator: Operator, model: Counts, kinds: Mapping[str, DeviceKind], constants: Constants
+) -> float:
     """Of a version, shard to shard: what a rank of a reader takes in, over the slowest link on its way."""
     ranks = made.placements[generator.name].ranks
     one_host = len({host for each in made.placements.values() for host in each.all_hosts}) <= 1
-    link = kind.within_bytes_per_s if one_host else kind.between_bytes_per_s
+    link = min(kind.within_bytes_per_s if one_host else kind.between_bytes_per_s for kind in kinds.values())
     nbytes = model.parameters * (1 if generator.narrow else 2) / ranks
     return Parts(links=nbytes / link).seconds(constants.generator)
 
@@ -306,13 +323,16 @@ def _tail(lengths: Lengths, group: int) -> float:
     return float((lengths.tokens * weights).sum() / weights.sum() / lengths.mean)
 
 
-def _kind(devices: Devices) -> DeviceKind:
-    kinds = list(dict.fromkeys(host.kind for host in devices.hosts if host.gpus))
+def _kinds(devices: Devices) -> dict[str, DeviceKind]:
+    """By host that has accelerators; without any, this machine's cores."""
     if not devices.gpus:
-        return replace(device_kind("cpu"), memory_bytes=devices.memory_bytes or 1 << 40)
-    if len(kinds) != 1:
-        raise GraphError(f"devices of one kind are foreseen for now, but there are {kinds or 'none'}; name one kind")
-    return device_kind(kinds[0])
+        return {"": replace(device_kind("cpu"), memory_bytes=devices.memory_bytes or 1 << 40)}
+    found = {host.name: device_kind(host.kind) for host in devices.hosts if host.gpus}
+    if not found:
+        raise GraphError(
+            f"{devices.gpus} accelerators of no kind cannot be foreseen; name hosts and kinds, as in 16xH100"
+        )
+    return found
 
 
 def _size(model: Counts) -> ModelSize:

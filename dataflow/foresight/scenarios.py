@@ -40,7 +40,8 @@ class Foreground:
     generator: Operator
     trainer: Learn
     models: Mapping[str, Counts]
-    kind: DeviceKind
+    kinds: Mapping[str, DeviceKind]
+    """By host; that of this machine's cores by an empty name."""
     lengths: Lengths
     workload: Workload
     constants: Constants
@@ -52,7 +53,15 @@ class Foreground:
     @property
     def on_cpu(self) -> bool:
         """Whether models compute on the host's own cores."""
-        return self.kind.name == "cpu"
+        return "" in self.kinds
+
+    def kind(self, node: str, replica: int = 0) -> DeviceKind:
+        """Of the devices of one replica; of ranks on unlike ones, which wait for each other, the slowest."""
+        if self.on_cpu:
+            return self.kinds[""]
+        placement = self.made.placements[node]
+        hosts = placement.rank_hosts or placement.hosts[replica : replica + 1]
+        return min((self.kinds[host] for host in hosts), key=lambda kind: kind.rate(self.dtype))
 
     @property
     def dtype(self) -> str:
@@ -64,13 +73,13 @@ class Foreground:
         placement = self.made.placements[node]
         return len(placement.gpus) or placement.replicas * placement.ranks
 
-    def replica(self) -> Replica:
+    def replica(self, number: int = 0) -> Replica:
         """One of the generator's."""
         operator, placement = self.generator, self.made.placements[self.generator.name]
         assert operator.uses is not None, "a generator has a model"
         return Replica(
-            model=self.models[operator.uses.source], kind=self.kind, tensor_parallel=placement.ranks,
-            dtype=operator.narrow or self.dtype,
+            model=self.models[operator.uses.source], kind=self.kind(operator.name, number),
+            tensor_parallel=placement.ranks, dtype=operator.narrow or self.dtype,
         )  # fmt: skip
 
     def learners(self, operator: Operator) -> Learners:
@@ -78,7 +87,7 @@ class Foreground:
         assert operator.uses is not None, "one that computes with a model"
         placement = self.made.placements[operator.name]
         return Learners(
-            model=self.models[operator.uses.source], kind=self.kind, ranks=self.ranks(operator.name),
+            model=self.models[operator.uses.source], kind=self.kind(operator.name), ranks=self.ranks(operator.name),
             tensor_parallel=placement.tensor_parallel, dtype=self.dtype,
         )  # fmt: skip
 
@@ -86,13 +95,16 @@ class Foreground:
 def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = None, seed: int = 0) -> Scenario:
     """The graph's bounds, the plan's sizes, and each operator's seconds."""
     graph, made, trainer, constants = ground.graph, ground.made, ground.trainer, ground.constants
-    replica, placement = ground.replica(), made.placements[ground.generator.name]
+    placement = made.placements[ground.generator.name]
     shared = not placement.gpus
+    replicas = [ground.replica(number) for number in range(placement.replicas)]
+    costs = {each: _generator_costs(ground, each, shared=shared) for each in dict.fromkeys(replicas)}
     into = next(edge for edge in edges(graph) if edge.consumer == ground.generator.name)
     return coarse(Scenario(
         steps=steps, prompts_per_step=trainer.step_prompts, group_size=ground.group_size,
         max_staleness=ground.max_staleness, lengths=ground.lengths, prompt_tokens=ground.workload.prompt_tokens,
-        generator=_generator_costs(ground, replica, shared=shared), trainer=_trainer_costs(ground, shared=shared),
+        generator=costs[replicas[0]], unlike=tuple(costs[each] for each in replicas) if len(costs) > 1 else (),
+        trainer=_trainer_costs(ground, shared=shared),
         scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.generator, trainer)},
         replicas=placement.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
         prompts_without_outcome=into.most_rows, queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from dataflow.foresight.simulation.clock import Clock, Event
 from dataflow.foresight.simulation.groups import SimulatedGroup
-from dataflow.foresight.simulation.scenario import Scenario
+from dataflow.foresight.simulation.scenario import GeneratorCosts, Scenario
 from dataflow.foresight.simulation.usage import Usage
 from dataflow.rules.admission import Admission
 from dataflow.rules.leave import LINGER_STEPS, enough, leaves
@@ -21,13 +21,13 @@ class Replica:
     """Time is counted in strides of `scenario.stride` decode steps: one of n strides that starts at s ends at s + n."""
 
     def __init__(
-        self, scenario: Scenario, clock: Clock, bound: Bound, lengths: Iterator[int], usage: Usage,
-        out: Callable[[list[SimulatedGroup]], None], dropped: Callable[[], int],
+        self, scenario: Scenario, costs: GeneratorCosts, clock: Clock, bound: Bound, lengths: Iterator[int],
+        usage: Usage, out: Callable[[list[SimulatedGroup]], None], dropped: Callable[[], int],
     ) -> None:  # fmt: skip
         """lengths: of completions in strides, without end. out: takes groups that are complete; dropped: how many
         were given up."""
         self._scenario, self._clock, self._lengths, self._usage = scenario, clock, lengths, usage
-        self._costs = scenario.generator
+        self._costs = costs
         self._out, self._dropped = out, dropped
         self.admission: Admission[SimulatedGroup] = Admission({SOURCE: bound}, scenario.in_flight)
         self.version = 0

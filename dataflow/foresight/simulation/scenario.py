@@ -91,6 +91,8 @@ class Scenario:
     trainer: TrainerCosts
     scorers: Mapping[str, ScorerCosts] = field(default_factory=dict)
     replicas: int = 1
+    unlike: tuple[GeneratorCosts, ...] = ()
+    """Costs by replica, where their devices differ; else they are all as `generator` says."""
     in_flight: int | None = None
     """Most groups between admission and training; None: as many as max_staleness allows."""
     prompts_at_once: int = 1
@@ -105,6 +107,10 @@ class Scenario:
     processors: Processors = field(default_factory=Processors)
     failures: Failures = field(default_factory=Failures)
     seed: int = 0
+
+    def costs_of(self, replica: int) -> GeneratorCosts:
+        """Seconds of one of the generator's replicas."""
+        return self.unlike[replica] if self.unlike else self.generator
 
     @property
     def decode_steps(self) -> float:

@@ -79,8 +79,8 @@ class _World:
         lengths = _drawn(scenario.lengths, scenario.stride, self._random)
         self._replicas = [
             Replica(
-                scenario, clock, bound, lengths, self._used(_name("generator", number, scenario.replicas)), self._score,
-                lambda: self._told,
+                scenario, scenario.costs_of(number), clock, bound, lengths,
+                self._used(_name("generator", number, scenario.replicas)), self._score, lambda: self._told,
             )
             for number in range(scenario.replicas)
         ]  # fmt: skip

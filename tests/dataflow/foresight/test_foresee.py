@@ -110,6 +110,24 @@ def test_cores_are_foreseen_too_and_two_processes_share_one(model: Model) -> Non
     assert [each.devices for each in two.operations] == ["1 x cpu", "1 x cpu"]
 
 
+def test_unlike_devices_each_take_their_own_time_and_the_trainer_has_the_faster_ones(model: Model) -> None:
+    even = Workload(mean_tokens=256, sigma=0.0)
+    made, how = graph(model, 4), {"workload": even, "steps": 12}
+    both = foresee(made, read_devices("16xH100+8xL40S"), gpus={"generator": 16, "trainer": 8}, **how)
+    few = foresee(made, read_devices("16xH100"), gpus={"generator": 8, "trainer": 8}, **how)
+    makes, trains = both.operations
+    assert makes.devices == "8 x H100 + 8 x L40S" and trains.devices == "8 x H100"
+    assert makes.room_bytes == 48e9 and trains.room_bytes == 80e9 and both.step_s <= few.step_s * 1.02
+    closed = [
+        foresee(made, read_devices(text), gpus=gpus, **how, simulated=False).operations[0].seconds
+        for text, gpus in (
+            ("16xH100+8xL40S", {"generator": 16, "trainer": 8}), ("16xH100", {"generator": 8, "trainer": 8}),
+            ("8xH100+8xL40S", {"generator": 8, "trainer": 8}),
+        )
+    ]  # fmt: skip
+    assert 1 / closed[0] == pytest.approx(1 / closed[1] + 1 / closed[2], rel=0.2)
+
+
 def test_a_scorer_takes_what_it_is_said_to_take_and_a_filter_asks_for_more_prompts(model: Model) -> None:
     room, even = read_devices("16xH100"), Workload(mean_tokens=64, sigma=0.0)
     plain, slow, dropping = (
@@ -156,7 +174,6 @@ def test_the_command_prints_what_is_foreseen_and_starts_nothing(
         (["16xH10"], "a kind of device that nobody knows; found 'H10'; did you mean H100"),
         (["lots"], "cannot be read at 'lots'; write them as 16xH100"),
         (["4xH100+4xH100"], "names H100 twice"),
-        (["4xH100+4xL40S"], "devices of one kind are foreseen for now"),
         (["2xH100"], "the plan does not fit"),
         (["16xH100", "--gpus", "shared"], "not foreseen yet"),
         (["16xH100", "--gpus", "generator=16"], "'trainer' and 'generator' need devices"),
