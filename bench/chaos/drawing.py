@@ -59,5 +59,5 @@ class Counting(GeneratorRuntime):
         """As the engine does."""
         made = super().work()
         for batch in made or ():
-            self._book.write("finished", batch.lane, dict.fromkeys(batch.records.column(GROUP_ID).to_pylist()))
+            self._book.write("finished", batch.source, dict.fromkeys(batch.records.column(GROUP_ID).to_pylist()))
         return made

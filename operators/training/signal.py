@@ -35,8 +35,11 @@ def example(rows: pa.RecordBatch, names: Mapping[str, str]) -> str:
 def _is_silent(rows: pa.RecordBatch, name: str) -> bool:
     if name not in rows.schema.names or len(pc.unique(rows.column(GROUP_ID))) != 1 or rows.num_rows < 2:
         return False
-    values = pc.unique(rows.column(name).drop_null())
-    return len(values) == 1
+    values = rows.column(name).drop_null()
+    if pa.types.is_nested(values.type):  # Arrow tells such values from one another by no kernel
+        found = values.to_pylist()
+        return bool(found) and all(value == found[0] for value in found)
+    return len(pc.unique(values)) == 1
 
 
 def _short(text: Any) -> str:

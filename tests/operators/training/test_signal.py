@@ -41,3 +41,13 @@ def test_a_scorer_is_silent_that_tells_nobody_from_his_siblings(groups: list[Any
 
 def test_an_example_shows_what_was_given_for_what() -> None:
     assert example(rows(0, [0.5, 0.5], [1, 1]), SCORES) == "reward 0.5, length 1.0 for the completion '!' of '?'"
+
+
+def test_values_that_are_lists_or_maps_are_compared_too() -> None:
+    """Arrow has no kernel for these: a trainer whose scorers give vectors died of it."""
+    same, other = [[0.5, 1.0]] * 3, [[0.5, 1.0], [0.5, 1.0], [0.5]]
+    for values, silent in ((same, ["parts"]), (other, []), ([None, None, None], []), ([[1.0], None, [1.0]], ["parts"])):
+        made = rows(0, [0, 1, 0], [1, 2, 3]).append_column("parts", pa.array(values, pa.list_(pa.float64())))
+        assert list(silent_scores([made], {"parts": "mine.py:9"})) == silent
+    maps = pa.array([{"a": 1.0}] * 3, pa.struct([("a", pa.float64())]))
+    assert list(silent_scores([rows(0, [0, 1, 0], [1, 2, 3]).append_column("m", maps)], {"m": "x"})) == ["m"]
