@@ -88,8 +88,23 @@ class WeightPath:
 
 def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
     """The executor for all ranks of a trainer and all of a reader, by where they sit: one serves every pair."""
-    pairs = [(source, destination) for source in sources for destination in destinations]
-    return next(each for each in EXECUTORS if all(obstacle(each, *pair) is None for pair in pairs))
+    ends = _telling(sources, destinations), _telling(destinations, sources)
+    return next(each for each in EXECUTORS if all(obstacle(each, *pair) is None for pair in itertools.product(*ends)))
+
+
+def _telling(seats: Sequence[Seat], others: Sequence[Seat]) -> list[Seat]:
+    """Those that share a process or a device with one of the others, and of the rest one for each machine and kind of
+    memory: `obstacle` tells nothing else apart, and of hundreds of ranks there are a hundred thousand pairs."""
+    processes = {(seat.machine, seat.process) for seat in others}
+    devices = {(seat.machine, seat.device) for seat in others}
+    found: dict[tuple[str, bool], Seat] = {}
+    near = []
+    for seat in seats:
+        if (seat.machine, seat.process) in processes or (seat.machine, seat.device) in devices:
+            near.append(seat)
+        else:
+            found.setdefault((seat.machine, seat.gpu), seat)
+    return [*near, *found.values()]
 
 
 def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:

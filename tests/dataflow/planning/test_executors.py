@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataflow import Graph, GraphError, Model
 from dataflow.node import Traits
@@ -226,3 +228,16 @@ def test_a_trainer_with_readers_of_two_kinds_offers_each_version_to_both() -> No
     assert first.calls == second.calls == [("publish", 1), ("tell", {"dropped": 2}), ("poll",)]
     first.takes = True
     assert both.publish(2, {}) is True
+
+
+@given(st.lists(st.tuples(*[st.sampled_from("ab")] * 2, st.sampled_from(["cpu", "cuda:0", "cuda:1"])), min_size=2))
+def test_of_many_ranks_few_pairs_tell_what_all_of_them_would(drawn: list[tuple[str, str, str]]) -> None:
+    seats = [Seat(machine=machine, process=process, device=device) for machine, process, device in drawn]
+    for at in range(1, len(seats)):
+        here, there = seats[:at], seats[at:]
+        fits = [each for each in EXECUTORS if all(obstacle(each, a, b) is None for a in here for b in there)]
+        if fits:
+            assert choose(here, there) == fits[0]
+        else:
+            with pytest.raises(StopIteration):
+                choose(here, there)
