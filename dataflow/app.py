@@ -123,6 +123,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         "out, or the shortest step does",
     ),
     "lengths": (str, "", "tokens to foresee with, as in mean=800,prompt=200,sigma=0.8"),
+    "constants": (str, "data-sheets", "to foresee a generator with: data-sheets, serving or kernels (measured)"),
     "draw": (Path | None, None, "draw the graph (.svg, .dot, .mmd or .html) and stop"),
     "quiet": (bool, False, "no live view"),
 }
@@ -141,6 +142,7 @@ def _act(
     if flags["foresee"]:
         print(foreseen(
             graph, flags["foresee"], gpus=how["gpus"], lengths=flags["lengths"], steps=flags["steps"],
+            constants=flags["constants"],
         ))  # fmt: skip
         return
     if flags["explain"] or flags["draw"]:

@@ -11,11 +11,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts
+from dataflow.foresight.kernels import Kernels
 from dataflow.foresight.links import PER_LAYER
 from dataflow.foresight.serving import Form, Step, step
 from transport.weights.costs.decoder import Decoder
@@ -54,6 +56,8 @@ class Served:
     expert_ranks: int
     """Ranks that the experts lie on; 0: none."""
     step: Step
+    kernels: Kernels | None
+    """Of its replica; None: a form of attention or experts that no table of ours has."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -68,6 +72,7 @@ class Served:
 class Known:
     """A model by its config."""
 
+    decoder: Decoder
     counts: Counts
     window: int = 0
     """Tokens that every other layer looks back at; 0: all layers see all."""
@@ -96,7 +101,7 @@ def read_model(package: Path, name: str) -> Known:
             f"rows"
         ) from None
     return Known(
-        counts=counts(decoder), window=config.get("sliding_window") or 0 if family == "gpt_oss" else 0,
+        decoder=decoder, counts=counts(decoder), window=config.get("sliding_window") or 0 if family == "gpt_oss" else 0,
         # its norm of queries and keys goes over all heads, so over all ranks
         exchanges=PER_LAYER + (config.get("qk_norm_type") == "per_layer"),
     )  # fmt: skip
@@ -132,6 +137,7 @@ def _served(row: Mapping[str, str], model: Known) -> Served:
         data_parallel=_whole(row, "attention_dp_size", 1),
         expert_ranks=_whole(row, "moe_tp_size", 1) * _whole(row, "moe_ep_size", 1) if model.counts.routed else 0,
         step=_step(model, _form(row, model), kind, ranks, batch, prompt, answer),
+        kernels=_kernels(_form(row, model), model, kind.name, ranks),
     )  # fmt: skip
 
 
@@ -139,6 +145,19 @@ def _step(model: Known, form: Form, kind: DeviceKind, ranks: int, batch: int, pr
     return step(
         model.counts, form, kind, ranks=ranks, batch=batch, seen=model.seen(prompt + answer / 2),
         prompts=prompt / answer, prompts_seen=model.seen(prompt / 2), exchanges=model.exchanges,
+    )  # fmt: skip
+
+
+@cache
+def _kernels(form: Form, model: Known, kind: str, ranks: int) -> Kernels | None:
+    """fp8 of scaled blocks by the table of whole tensors: that of blocks has launches in it, 60 to 180 us a product."""
+    if model.window or model.decoder.latent is not None or "int4" in (form.dense, form.experts):
+        return None
+    experts = {"fp8": "fp8_block"}.get(form.experts, form.experts)
+    names = {"fp4": "nvfp4"}
+    return Kernels(
+        decoder=model.decoder, kind=device_kind(kind), ranks=ranks, products=names.get(form.dense, form.dense),
+        experts=names.get(experts, experts),
     )  # fmt: skip
 
 

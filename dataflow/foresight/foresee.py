@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
-from dataflow.foresight.counts import Counts, counts_of
+from dataflow.foresight.counts import Counts, counts_of, decoder_of
 from dataflow.foresight.generation import Replica, generate, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED, Rates
 from dataflow.foresight.staleness import mean_staleness
+from dataflow.foresight.steps import CONSTANTS, Steps, check_covered, steps_of
 from dataflow.foresight.training import BACKWARD, Learners
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.hosts import Devices
@@ -91,18 +92,21 @@ class Workload:
 
 def foresee(
     graph: Structure, devices: Devices, *, gpus: Wishes, workload: Workload | None = None, steps: int | None = None,
-    rates: Rates = ASSUMED,
+    rates: Rates = ASSUMED, constants: str = CONSTANTS[0],
 ) -> Foreseen:  # fmt: skip
     """The plan on these devices, and what it takes: seconds of a step, who waits, memory, staleness.
 
-    gpus: devices by node, as `plan` has them. GraphError where `check` or `plan` refuses, for a graph without generator
-    and trainer on devices of their own, for a model whose config.json is not at hand, for devices of several kinds."""
+    gpus: devices by node, as `plan` has them. constants: one of `steps.CONSTANTS`. GraphError where `check` or `plan`
+    refuses, for a graph without generator and trainer on devices of their own, for a model whose config.json is not at
+    hand, for devices of several kinds, for a generator that the constants do not cover."""
     kind, found = _kind(devices), workload or Workload()
     trainer, generator = _only(graph, Learn), _only(graph, Generate)
     if not isinstance(trainer, Learn) or trainer.uses is None or generator.uses is None:
         raise GraphError("what a step takes is told of a trainer and a generator with models; this graph has others")
     lengths = _lengths(generator, found)
     _check_forms(graph)
+    decoder, dtype = decoder_of(generator.uses.source), generator.narrow or "bfloat16"
+    check_covered(constants, decoder, kind, dtype)
     models = {source: counts_of(source) for source in _sources(graph)}
     made = plan(graph, devices, gpus=gpus, steps=steps, sizes={name: _size(each) for name, each in models.items()})
     if made.turns:
@@ -112,6 +116,7 @@ def foresee(
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     group = max(filter(None, sizes), default=1)
     rollouts = float(trainer.step_prompts * group)
+    made_by = steps_of(constants, decoder, kind, ranks=made.placements[generator.name].ranks, dtype=dtype)
     assumed = (
         f"rates: {rates.memory:.0%} of memory's and links' bandwidth, {rates.compute:.0%} of matrix products "
         f"({rates.source})",
@@ -125,7 +130,7 @@ def foresee(
         if operator.uses is not None and made.placements[name].gpus:
             operations.append(_operation(
                 operator, made.placements[name], models[operator.uses.source], kind, rollouts, lengths, found, most,
-                rates,
+                rates, made_by,
             ))  # fmt: skip
         elif operator.uses is not None and operator not in (trainer, generator):
             raise GraphError(
@@ -138,6 +143,8 @@ def foresee(
             f"'{trainer.name}' and '{generator.name}' need devices to be foreseen on, but {sorted(busy)} have some; "
             f"give --gpus {generator.name}=..,{trainer.name}=.."
         )
+    if made_by is not None:
+        assumed = (f"'{generator.name}' by {made_by.source}", f"others' {assumed[0]}", *assumed[1:])
     step_s = max(busy.values()) if most else sum(busy.values()) + weights
     at_once = next(each.at_once for each in operations if each.node == generator.name)
     stale = 0.0
@@ -177,7 +184,7 @@ def _lengths(generator: Operator, workload: Workload) -> Lengths:
 
 def _operation(
     operator: Operator, placement: Placement, model: Counts, kind: DeviceKind, rollouts: float, lengths: Lengths,
-    workload: Workload, max_staleness: int, rates: Rates,
+    workload: Workload, max_staleness: int, rates: Rates, steps: Steps | None,
 ) -> Operation:  # fmt: skip
     made = Operation(
         node=operator.name, devices=f"{len(placement.gpus)} x {kind.name}", count=len(placement.gpus),
@@ -189,7 +196,7 @@ def _operation(
     if isinstance(operator, Generate):
         replica = Replica(
             model=model, kind=kind, tensor_parallel=placement.ranks,
-            dtype=operator.narrow or "bfloat16",
+            dtype=operator.narrow or "bfloat16", steps=steps,
         )  # fmt: skip
         each, slots = rollouts / placement.replicas, operator.traits.slots
         limited = replace(rates, most_rollouts=slots)
@@ -274,14 +281,14 @@ def splits(graph: Structure, devices: Devices) -> list[Mapping[str, int]]:
 
 def best_split(
     graph: Structure, devices: Devices, *, workload: Workload | None = None, steps: int | None = None,
-    rates: Rates = ASSUMED,
+    rates: Rates = ASSUMED, constants: str = CONSTANTS[0],
 ) -> tuple[Mapping[str, int], Foreseen]:  # fmt: skip
     """How all devices are dealt out for the shortest step. GraphError where no way fits: why the last did not."""
     found: list[tuple[float, int, Mapping[str, int], Foreseen]] = []
     why: GraphError | None = None
     for number, gpus in enumerate(splits(graph, devices)):
         try:
-            made = foresee(graph, devices, gpus=gpus, workload=workload, steps=steps, rates=rates)
+            made = foresee(graph, devices, gpus=gpus, workload=workload, steps=steps, rates=rates, constants=constants)
         except GraphError as error:
             why = error
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass
 
+from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind
 from dataflow.foresight.counts import Counts
 from dataflow.foresight.links import PER_LAYER
@@ -71,6 +72,51 @@ class Constants:
     def seconds(self, step: Step) -> float:
         """Of one token of each of a batch."""
         return sum(each * amount for each, amount in zip(astuple(self), astuple(step), strict=True))
+
+
+MEASURED = Constants(
+    memory=1.17, products=1.30, tiles=0.430, links=2.46, hop_s=4.67e-6, layer_s=44.8e-6, mixture_s=22.7e-6
+)
+"""Fitted by `python -m bench.foresight --generator` to 812 measured runs of vLLM 0.11 to 0.19."""
+MEASURED_ON = ("H100", "H200", "B200")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """A replica's steps at these constants. GraphError for ranks that span nodes, which were not measured."""
+
+    model: Counts
+    form: Form
+    kind: DeviceKind
+    ranks: int = 1
+    constants: Constants = MEASURED
+
+    def __post_init__(self) -> None:
+        if self.ranks > self.kind.per_node:
+            raise GraphError(
+                f"{self.ranks} ranks of tensor parallelism span nodes of {self.kind.per_node} {self.kind.name}, but no "
+                f"measured server does; take {self.kind.per_node} at most, or other constants"
+            )
+
+    def decode(self, batch: float, seen: float) -> float:
+        """Seconds of one token for each of a batch, which look back at `seen` tokens each, in the mean."""
+        return self._seconds(batch, seen, 0.0)
+
+    def prompt(self, tokens: float) -> float:
+        """Seconds of the prompt of one rollout, taken in between the others' steps."""
+        return self._seconds(1.0, 0.0, tokens) - self._seconds(1.0, 0.0, 0.0)
+
+    @property
+    def source(self) -> str:
+        """Where the seconds come from."""
+        here = "" if self.kind.name in MEASURED_ON else f"; extrapolated to {self.kind.name}"
+        return f"seven constants fitted to measured runs of vLLM on {', '.join(MEASURED_ON)}{here}"
+
+    def _seconds(self, batch: float, seen: float, prompt: float) -> float:
+        return self.constants.seconds(step(
+            self.model, self.form, self.kind, ranks=self.ranks, batch=batch, seen=seen, prompts=prompt,
+            prompts_seen=prompt / 2,
+        ))  # fmt: skip
 
 
 def step(
