@@ -172,11 +172,11 @@ class Tables:
             )
         tables = folder() / "systems" / "data" / SYSTEMS[self.kind] / TABLES[name] / "vllm"
         found = {path.parent.name: path for path in tables.glob(f"*/{name}.parquet")}
-        version = self.server or max(found, key=_order, default="")
+        version = self.server or max(found, key=_order, default=None)
         if version not in found:
             raise GraphError(
-                f"{self.kind} has no measured {name} of vLLM {version}; found {sorted(found, key=_order) or 'none'}; "
-                f"foresee with one of them, or with other constants"
+                f"{self.kind} has no measured {name} of vLLM{f' {version}' if version else ''}; found "
+                f"{', '.join(sorted(found, key=_order)) or 'none'}; foresee with one of them, or with other constants"
             )
         return found[version]
 
