@@ -25,6 +25,9 @@ from transport.weights.costs.decoder import Decoder
 ROWS = "systems/silicon_sample.csv"
 SYSTEMS = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
 FORMS = {"": "bfloat16", "fp8": "fp8", "fp4": "fp4", "int4": "int4"}
+_PRODUCTS = {"fp4": "nvfp4"}
+_EXPERTS = {"fp4": "nvfp4", "fp8": "fp8_block", "int4": "int4_wo"}
+"""Formats as the tables of kernels call them."""
 _CONFIGS = {
     "meta-llama/Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B",
     "nvidia/Llama-3.1-8B-Instruct-FP8": "meta-llama/Meta-Llama-3.1-8B",
@@ -151,13 +154,11 @@ def _step(model: Known, form: Form, kind: DeviceKind, ranks: int, batch: int, pr
 @cache
 def _kernels(form: Form, model: Known, kind: str, ranks: int) -> Kernels | None:
     """fp8 of scaled blocks by the table of whole tensors: that of blocks has launches in it, 60 to 180 us a product."""
-    if model.window or model.decoder.latent is not None or "int4" in (form.dense, form.experts):
+    if model.window:
         return None
-    experts = {"fp8": "fp8_block"}.get(form.experts, form.experts)
-    names = {"fp4": "nvfp4"}
     return Kernels(
-        decoder=model.decoder, kind=device_kind(kind), ranks=ranks, products=names.get(form.dense, form.dense),
-        experts=names.get(experts, experts),
+        decoder=model.decoder, kind=device_kind(kind), ranks=ranks, products=_PRODUCTS.get(form.dense, form.dense),
+        experts=_EXPERTS.get(form.experts, form.experts),
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataflow.errors import GraphError
-from transport.weights.costs.decoder import Decoder
+from transport.weights.costs.decoder import Decoder as Decoder
+from transport.weights.costs.decoder import Latent as Latent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ def foresee(
     group = max(filter(None, sizes), default=1)
     rollouts = float(trainer.step_prompts * group)
     made_by = steps_of(constants, decoder, kind, ranks=made.placements[generator.name].ranks, dtype=dtype)
-    assumed = (
+    assumed: tuple[str, ...] = (
         f"rates: {rates.memory:.0%} of memory's and links' bandwidth, {rates.compute:.0%} of matrix products "
         f"({rates.source})",
         "products in bfloat16, but for a generator in fp8",

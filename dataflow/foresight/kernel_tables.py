@@ -21,7 +21,8 @@ SYSTEMS = {"A100": "a100_sxm", "H100": "h100_sxm", "H200": "h200_sxm", "B200": "
 """Kinds of devices, as the package calls them."""
 TABLES = {
     "gemm_perf": "gemm", "generation_attention_perf": "attention", "context_attention_perf": "attention",
-    "moe_perf": "moe", "custom_allreduce_perf": "comm",
+    "mla_generation_module_perf": "mla", "mla_context_module_perf": "mla", "moe_perf": "moe",
+    "custom_allreduce_perf": "comm",
 }  # fmt: skip
 """Folder of each table."""
 
@@ -94,7 +95,7 @@ def _mixed(low: Curve | float, high: Curve | float, share: float, times: float) 
         at = tuple(x for x in low.at if x in theirs)
         return Curve(at, tuple(_mixed(ours[x], theirs[x], share, times) for x in at))
     assert isinstance(low, float) and isinstance(high, float)
-    return times * low ** (1 - share) * high**share
+    return times * math.exp((1 - share) * math.log(low) + share * math.log(high))
 
 
 @dataclass(frozen=True, kw_only=True)

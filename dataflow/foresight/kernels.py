@@ -8,14 +8,17 @@ from functools import cached_property
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind
+from dataflow.foresight.counts import Decoder, Latent
 from dataflow.foresight.kernel_tables import PACKAGE, Table, Tables, version
 from dataflow.foresight.links import PER_LAYER
-from transport.weights.costs.decoder import Decoder
 
 PROMPT_BATCH = 8192
 """Tokens of prompts that a server takes in at once: vLLM's default of max_num_batched_tokens on such devices."""
 SMALL_KERNELS, SMALL_KERNEL_S = 6, 2e-6
 """Of a layer, that no table has (norms, rotary positions, the cache's entry, the gate), in a graph. Assumed."""
+_LATENT, _LATENT_WIDTH = Latent(queries=1536, keys=512, plain=128, rotated=64, values=128), 7168
+"""The only latent attention that was measured, whole with its projections: DeepSeek-V3's, over numbers of heads."""
+_LATENT_DTYPES = {"bfloat16": "bfloat16", "fp8": "fp8_block"}
 _BALANCE = "power_law_1.01"
 """How the tables' tokens are spread over experts: a few get most, as measured in models."""
 
@@ -37,13 +40,16 @@ class Kernels:
     """Version of vLLM; None: the newest."""
 
     def __post_init__(self) -> None:
-        decoder, ranks = self.decoder, self.ranks
-        if decoder.latent is not None:
-            raise GraphError("latent attention is not foreseen by measured kernels yet; foresee with other constants")
-        if ranks > self.kind.per_node:
+        latent = self.decoder.latent
+        if latent is not None and (latent, self.decoder.width) != (_LATENT, _LATENT_WIDTH):
             raise GraphError(
-                f"{ranks} ranks of tensor parallelism span nodes of {self.kind.per_node} {self.kind.name}, over which "
-                f"no all-reduce was measured; take {self.kind.per_node} at most, or other constants"
+                f"latent attention was measured with DeepSeek-V3's dimensions alone; found {latent} and a width of "
+                f"{self.decoder.width}; foresee with other constants"
+            )
+        if self.ranks > self.kind.per_node:
+            raise GraphError(
+                f"{self.ranks} ranks of tensor parallelism span nodes of {self.kind.per_node} {self.kind.name}, over "
+                f"which no all-reduce was measured; take {self.kind.per_node} at most, or other constants"
             )
 
     def decode(self, batch: float, seen: float) -> float:
@@ -63,7 +69,7 @@ class Kernels:
     @property
     def source(self) -> str:
         """Where the seconds come from, and what was not measured."""
-        versions = sorted({self._tables.version(name) for name in ("gemm_perf", "generation_attention_perf")})
+        versions = sorted({self._tables.version(name) for name in ("gemm_perf", f"{self._decoding.name}_perf")})
         beyond = "; ".join(self._tables.beyond.values())
         return (
             f"kernels measured on {self.kind.name} by {PACKAGE} {version()} with vLLM "
@@ -95,6 +101,12 @@ class Kernels:
 
     def _attention(self, name: str, length: str) -> Table:
         decoder = self.decoder
+        if decoder.latent is not None:
+            table = self._tables.table(
+                name, ("num_heads", "batch_size", length), kv_cache_dtype="bfloat16",
+                gemm_type=_LATENT_DTYPES.get(self.products, self.products),
+            )  # fmt: skip
+            return table.cut(num_heads=decoder.heads / self.ranks)
         axes = ("num_key_value_heads", "num_heads", "batch_size", length)
         table = self._tables.table(
             name, axes, head_dim=decoder.head_width, window_size=0, kv_cache_dtype="bfloat16"
@@ -108,15 +120,19 @@ class Kernels:
 
     @cached_property
     def _decoding(self) -> Table:
-        return self._attention("generation_attention_perf", "step")
+        latent = self.decoder.latent is not None
+        return self._attention("mla_generation_module_perf" if latent else "generation_attention_perf", "step")
 
     @cached_property
     def _reading(self) -> Table:
-        return self._attention("context_attention_perf", "isl")
+        latent = self.decoder.latent is not None
+        return self._attention("mla_context_module_perf" if latent else "context_attention_perf", "isl")
 
     @cached_property
     def _projections(self) -> Sequence[Table]:
         decoder, dtype = self.decoder, self.products
+        if decoder.latent is not None:
+            return ()  # measured with attention
         queries = decoder.heads / self.ranks
         return (
             self._product((queries + 2 * self._kv_heads) * decoder.head_width, decoder.width, dtype),

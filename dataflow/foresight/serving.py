@@ -71,13 +71,13 @@ class Constants:
 
     def seconds(self, step: Step) -> float:
         """Of one token of each of a batch."""
-        return sum(each * amount for each, amount in zip(astuple(self), astuple(step), strict=True))
+        return float(sum(each * amount for each, amount in zip(astuple(self), astuple(step), strict=True)))
 
 
 MEASURED = Constants(
     memory=1.17, products=1.30, tiles=0.430, links=2.46, hop_s=4.67e-6, layer_s=44.8e-6, mixture_s=22.7e-6
 )
-"""Fitted by `python -m bench.foresight --generator` to 812 measured runs of vLLM 0.11 to 0.19."""
+"""Fitted by `python -m bench.foresight --generator` to 812 measured runs of vLLM 0.12 to 0.19."""
 MEASURED_ON = ("H100", "H200", "B200")
 
 

@@ -6,10 +6,9 @@ from typing import Protocol
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind
-from dataflow.foresight.counts import counts
+from dataflow.foresight.counts import Decoder, counts
 from dataflow.foresight.kernels import Kernels
 from dataflow.foresight.serving import Form, Serving
-from transport.weights.costs.decoder import Decoder
 
 CONSTANTS = ("data-sheets", "serving", "kernels")
 """The last needs an optional package, of which the second was fitted to rows."""
@@ -30,12 +29,17 @@ class Steps(Protocol):
 
 
 def steps_of(constants: str, decoder: Decoder, kind: DeviceKind, *, ranks: int, dtype: str) -> Steps | None:
-    """None: by `Rates`. GraphError where the constants have another name, or do not cover this replica."""
-    if constants not in CONSTANTS:
-        raise GraphError(f"constants to foresee with are {constants!r}; take one of {', '.join(CONSTANTS)}")
-    if constants == "kernels":
-        return Kernels(decoder=decoder, kind=kind, ranks=ranks, products=dtype)
-    if constants == "serving":
+    """None: by `Rates`. `kernels:0.24.0` are those of one version of vLLM.
+
+    GraphError where the constants have another name, or do not cover this replica."""
+    name, colon, server = constants.partition(":")
+    if name not in CONSTANTS or (colon and (name != "kernels" or not server)):
+        raise GraphError(
+            f"constants to foresee with are {constants!r}; take one of {', '.join(CONSTANTS)}, kernels:VERSION of vLLM"
+        )
+    if name == "kernels":
+        return Kernels(decoder=decoder, kind=kind, ranks=ranks, products=dtype, server=server or None)
+    if name == "serving":
         return Serving(model=counts(decoder), form=Form(dense=dtype, experts=dtype), kind=kind, ranks=ranks)
     return None
 

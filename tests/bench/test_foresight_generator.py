@@ -107,6 +107,7 @@ def test_a_model_without_a_config_is_refused(tmp_path: Path, monkeypatch: pytest
         made(tmp_path, monkeypatch, {}, {"model_path": "made/other"})
 
 
+@pytest.mark.slow
 def test_the_installed_rows_are_met_within_the_goals_with_each_device_and_each_model_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -29,7 +29,9 @@ def write(
     package: Path, name: str, rows: Sequence[Mapping[str, Any]], system: str = "h100_sxm", version: str = "0.24.0"
 ) -> None:
     """One table of vLLM; `latency` in milliseconds."""
-    family = {"gemm_perf": "gemm", "moe_perf": "moe", "custom_allreduce_perf": "comm"}.get(name, "attention")
+    family = {"gemm_perf": "gemm", "moe_perf": "moe", "custom_allreduce_perf": "comm"}.get(
+        name, "mla" if name.startswith("mla") else "attention"
+    )
     folder = package / "systems" / "data" / system / family / "vllm" / version
     folder.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.Table.from_pylist([dict(row) for row in rows]), folder / f"{name}.parquet")

@@ -191,6 +191,10 @@ def test_a_generator_is_foreseen_by_measured_kernels_and_the_output_names_them(
         busy.append({each.node: each.seconds for each in found.operations})
     assert busy[0]["trainer"] == busy[1]["trainer"] and 2 < busy[1]["generator"] / busy[0]["generator"] < 3
     assert "assumed: 'generator' by kernels measured on H100 by aiconfigurator-core" in lines(found)
+    named = foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, constants="kernels:0.24.0")
+    assert named == found
+    with pytest.raises(GraphError, match=r"H100 has no measured .* of vLLM 0.9.0; found 0.24.0"):
+        foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, constants="kernels:0.9.0")
     with pytest.raises(GraphError, match="L40S has no measured"):
         best_split(graph(model), read_devices("64xL40S"), constants="kernels")
 

@@ -15,6 +15,7 @@ from transport.weights.costs.decoder import Decoder, Experts, Latent
 H100 = device_kind("H100")
 DENSE = Decoder(layers=3, width=1024, inner=4096, heads=16, kv_heads=4, vocabulary=5000, head_width=128)
 MIXED = replace(DENSE, width=2048, experts=Experts(number=128, per_token=8, inner=768, shared=1, dense_layers=1))
+WHOLE = [(n, k, m) for n in (1, 10**6) for k in (1, 10**6) for m in (1, 10**6)]
 SMALL_S = SMALL_KERNELS * SMALL_KERNEL_S
 
 
@@ -95,6 +96,23 @@ def test_layers_with_experts_have_a_router_their_experts_and_shared_ones(package
     assert Kernels(decoder=MIXED, kind=H100).decode(7, 300) == pytest.approx(expected)
 
 
+def test_latent_attention_is_measured_with_its_projections(package: Path) -> None:
+    write_flat(package)
+    latent = Latent(queries=1536, keys=512, plain=128, rotated=64, values=128)
+    model = Kernels(decoder=replace(DENSE, width=7168, heads=128, latent=latent), kind=H100, products="fp8", ranks=2)
+    write(package, "gemm_perf", [product(n, k, m, GEMM_S, d) for n, k, m in WHOLE for d in ("fp8", "bfloat16")])
+    for name, length in (("mla_generation_module_perf", "step"), ("mla_context_module_perf", "isl")):
+        write(package, name, [
+            {
+                "gemm_type": "fp8_block", "kv_cache_dtype": "bfloat16", "num_heads": heads, "batch_size": batch,
+                length: tokens, "latency": 0.1 * heads,
+            }
+            for heads in (8, 128) for batch in (1, 100) for tokens in (1, 10000)
+        ])  # fmt: skip
+    layer = 64 * 1e-4 + 2 * GEMM_S + SMALL_S + 2 * EXCHANGE_S
+    assert model.decode(7, 300) == pytest.approx(3 * layer + GEMM_S)
+
+
 @pytest.mark.parametrize(("change", "text"), [
     ({"kind": device_kind("MI300X")}, "MI300X has no measured kernels in aiconfigurator-core; found A100, H100"),
     ({"kind": device_kind("B200")}, "B200 has no measured generation_attention_perf of vLLM; found none"),
@@ -105,7 +123,7 @@ def test_layers_with_experts_have_a_router_their_experts_and_shared_ones(package
     ({"decoder": MIXED, "ranks": 4}, "not measured over 4 ranks, but over 1, 2"),
     (
         {"decoder": replace(DENSE, latent=Latent(queries=0, keys=512, plain=128, rotated=64, values=128))},
-        "latent attention is not foreseen by measured kernels",
+        "latent attention was measured with DeepSeek-V3's dimensions alone",
     ),
 ])  # fmt: skip
 def test_what_was_not_measured_is_refused_with_what_there_is(package: Path, change: dict, text: str) -> None:  # type: ignore[type-arg]
