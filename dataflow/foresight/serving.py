@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind
@@ -79,6 +79,8 @@ MEASURED = Constants(
 )
 """Fitted by `python -m bench.foresight --generator` to 812 measured runs of vLLM 0.12 to 0.19."""
 MEASURED_ON = ("H100", "H200", "B200")
+MEASURED_TO = {"rollouts at once": (4, 512), "tokens seen": (1, 8704), "tokens of a prompt": (1, 8192)}
+"""Least and most of the runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,8 @@ class Serving:
     kind: DeviceKind
     ranks: int = 1
     constants: Constants = MEASURED
+    beyond: dict[str, str] = field(default_factory=dict, compare=False)
+    """What was asked outside of what was measured, a clause each."""
 
     def __post_init__(self) -> None:
         if self.ranks > self.kind.per_node:
@@ -100,17 +104,27 @@ class Serving:
 
     def decode(self, batch: float, seen: float) -> float:
         """Seconds of one token for each of a batch, which look back at `seen` tokens each, in the mean."""
+        self._note("rollouts at once", batch)
+        self._note("tokens seen", seen)
         return self._seconds(batch, seen, 0.0)
 
     def prompt(self, tokens: float) -> float:
         """Seconds of the prompt of one rollout, taken in between the others' steps."""
+        self._note("tokens of a prompt", tokens)
         return self._seconds(1.0, 0.0, tokens) - self._seconds(1.0, 0.0, 0.0)
 
     @property
     def source(self) -> str:
-        """Where the seconds come from."""
-        here = "" if self.kind.name in MEASURED_ON else f"; extrapolated to {self.kind.name}"
-        return f"seven constants fitted to measured runs of vLLM on {', '.join(MEASURED_ON)}{here}"
+        """Where the seconds come from, and what is extrapolated."""
+        beyond = [self.kind.name] if self.kind.name not in MEASURED_ON else []
+        beyond += self.beyond.values()
+        told = f"; extrapolated to {', '.join(beyond)}" if beyond else ""
+        return f"seven constants fitted to measured runs of vLLM on {', '.join(MEASURED_ON)}{told}"
+
+    def _note(self, what: str, value: float) -> None:
+        least, most = MEASURED_TO[what]
+        if not least <= value <= most:
+            self.beyond[what] = f"{value:,.0f} {what} (measured from {least} to {most:,})"
 
     def _seconds(self, batch: float, seen: float, prompt: float) -> float:
         return self.constants.seconds(step(

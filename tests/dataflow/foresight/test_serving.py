@@ -79,9 +79,17 @@ def test_a_replica_decodes_as_its_constants_say_and_takes_in_a_prompt_besides() 
     assert replace(serving, constants=twice).prompt(500) == pytest.approx(2 * forward / 989e12)
 
 
-def test_a_device_that_no_server_was_measured_on_is_extrapolated_and_ranks_over_nodes_are_refused() -> None:
-    told = [Serving(model=LLAMA, form=Form(), kind=device_kind(each)).source for each in ("H100", "H20")]
-    assert "extrapolated" not in told[0] and "extrapolated to H20" in told[1]
+def test_what_no_server_was_measured_at_is_extrapolated_and_ranks_over_nodes_are_refused() -> None:
+    near, far = (Serving(model=LLAMA, form=Form(), kind=device_kind(each)) for each in ("H100", "H20"))
+    near.decode(64, 2000)
+    near.prompt(1000)
+    assert "extrapolated" not in near.source and "extrapolated to H20" in far.source
+    near.decode(1000, 2000)
+    near.prompt(20000)
+    assert near.source.endswith(
+        "; extrapolated to 1,000 rollouts at once (measured from 4 to 512), 20,000 tokens of a prompt (measured from 1 "
+        "to 8,192)"
+    )
     with pytest.raises(GraphError, match="16 ranks of tensor parallelism span nodes of 8 H100, but no measured"):
         Serving(model=LLAMA, form=Form(), kind=H100, ranks=16)
 
