@@ -15,6 +15,7 @@ from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.foresight.command import foreseen_of_run, told
+from dataflow.foresight.steps import CONSTANTS
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
@@ -128,7 +129,11 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         "tokens, a scorer's seconds and a filter's share to foresee with, as in mean=800,prompt=200,sigma=0.8,"
         "reward.seconds=0.05,reward.drops=0.3",
     ),
-    "constants": (Path | None, None, "a file that dataflow calibrate wrote, to foresee with"),
+    "constants": (
+        str,
+        "",
+        "to foresee with: a file that dataflow calibrate wrote, or for a generator data-sheets, serving, kernels",
+    ),
     "draw": (
         Path | None,
         None,
@@ -151,7 +156,7 @@ def _act(
     if flags["foresee"]:
         print(told(
             graph, flags["foresee"], gpus=how["gpus"], replicas=how["replicas"], ranks=how["ranks"],
-            workload=flags["workload"], steps=flags["steps"], constants=flags["constants"],
+            workload=flags["workload"], steps=flags["steps"], constants=flags["constants"] or CONSTANTS[0],
             draw=flags["draw"],
         ))  # fmt: skip
         return
@@ -164,7 +169,7 @@ def _act(
             print(f"drew {graph.draw(flags['draw'], planned)}")
         return
     foreseen = {}
-    if flags["constants"] is not None and launcher is None:
+    if flags["constants"] and launcher is None:
         planned = make_plan(graph, **how, one_process=flags["inline"])
         foreseen = foreseen_of_run(graph, planned, flags["workload"], flags["constants"], steps=flags["steps"])
     run(

@@ -3,12 +3,15 @@
     python -m bench.foresight --fit rl_steps.csv                  # each row left out in turn
     python -m bench.foresight --rows OTHER.csv --json OUT         # rows with the constants that are known
     python -m bench.foresight --own                               # our own runs on this machine: bench.foresight.own
+    python -m bench.foresight --generator                         # time per token, on measured rows of servers
 
 A system has two constants, the shares of data-sheet rates that it reaches (memory and links, matrix products), and one
 stated assumption on what it does not publish (bench.foresight.published). With --fit they are fitted to all rows of a
 system but one, which is then predicted; beside it stand, on the same rows, a regression on the number of devices and
 the mean of the others. With --rows the constants are those of bench.foresight.constants, which --fit prints; a system
-that is not among them gets the mean of those. OUT has a line per row: its columns and predicted_s.
+that is not among them gets the mean of those. OUT has a line per row: its columns and
+predicted_s. With --generator each device, and each model, is left out of the runs to which seven constants of a
+server's step are fitted, and is predicted.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from rich.console import Console
 
 from bench.foresight.constants import FITTED
 from bench.foresight.fit import by_costs, by_devices, by_mean, fitted, left_out
+from bench.foresight.generator import generator
 from bench.foresight.own import own
 from bench.foresight.published import PRACTICES, Practice, by_system, read_models, read_rows, seen
 from bench.report import Report
@@ -41,6 +45,7 @@ def main() -> int:
     what.add_argument("--fit", type=Path, help="rows with step_s: fit, leave each out, show how far off")
     what.add_argument("--rows", type=Path, help="rows to predict")
     what.add_argument("--own", action="store_true", help="foresee and make runs of our own on this machine's cores")
+    what.add_argument("--generator", action="store_true", help="runs of servers that aiconfigurator-core has measured")
     parser.add_argument("--policies", type=Path, default=Path("policies"), help="of --own: folder for the policies")
     parser.add_argument("--keep", type=Path, help="of --own: where run folders stay; those there are not made again")
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
@@ -48,6 +53,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.own:
         return own(options.json, options.policies, options.keep)
+    if options.generator:
+        return generator(options.json)
     if options.rows:
         return predict(options.rows, options.models, options.json)
     return fit(options.fit, options.models, options.json)

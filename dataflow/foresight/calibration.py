@@ -16,8 +16,9 @@ from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.generation import Replica
 from dataflow.foresight.least_squares import non_negative
-from dataflow.foresight.rates import ASSUMED, Constants, Rates
+from dataflow.foresight.rates import ASSUMED, ASSUMED_CONSTANTS, Constants, Rates
 from dataflow.foresight.seen import Seen
+from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.training import BACKWARD, Learners
 
 _FREE = 1e6
@@ -154,8 +155,13 @@ def to_plain(constants: Constants) -> dict[str, Any]:
     return dataclasses.asdict(constants)
 
 
-def read_constants(path: Path) -> Constants:
-    """What `dataflow calibrate` wrote there. GraphError where it is something else."""
+def read_constants(text: str) -> Constants:
+    """What `dataflow calibrate` wrote into a file of that name; or one of `steps.CONSTANTS`, for a generator's seconds.
+
+    GraphError where it is something else."""
+    if text.partition(":")[0] in CONSTANTS:
+        return replace(ASSUMED_CONSTANTS, decode=text)
+    path = Path(text)
     try:
         plain = json.loads(path.read_text("utf-8"))
         generator, learner = (Rates(**plain.pop(role)) for role in ("generator", "learner"))
@@ -163,5 +169,5 @@ def read_constants(path: Path) -> Constants:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise GraphError(
             f"'{path}' has no constants that `dataflow calibrate` wrote; found {type(error).__name__}: {error}; "
-            f"calibrate again, with --out {path}"
+            f"calibrate again, with --out {path}, or take one of {', '.join(CONSTANTS)}, kernels:VERSION of vLLM"
         ) from None

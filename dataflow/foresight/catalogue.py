@@ -46,8 +46,9 @@ def _gpu(
     name: str, memory: int, bandwidth: float, bfloat16: float, fp8: float | None, within: float, source: str,
     **others: float,
 ) -> DeviceKind:  # fmt: skip
-    """memory: GB. bandwidth: TB/s. bfloat16, fp8: tera-operations per second, dense. within: GB/s, each way."""
+    """memory: GB. bandwidth: TB/s. bfloat16, fp8, fp4: tera-operations per second, dense. within: GB/s, each way."""
     rates = {"bfloat16": bfloat16 * TERA, "float16": bfloat16 * TERA} | ({"fp8": fp8 * TERA} if fp8 else {})
+    rates |= {"fp4": others["fp4"] * TERA} if "fp4" in others else {}
     return DeviceKind(
         name=name, memory_bytes=memory * GB, memory_bytes_per_s=bandwidth * TERA, operations_per_s=rates,
         within_bytes_per_s=within * GB_PER_S, between_bytes_per_s=others.get("between", 50) * GB_PER_S, source=source,
@@ -60,7 +61,7 @@ CATALOGUE = {
         _gpu("A100", 80, 2.039, 312, None, 300, "NVIDIA A100 80GB SXM data sheet; HDR InfiniBand", between=25),
         _gpu("H100", 80, 3.35, 989, 1979, 450, "NVIDIA H100 SXM data sheet"),
         _gpu("H200", 141, 4.8, 989, 1979, 450, "NVIDIA H200 SXM data sheet"),
-        _gpu("B200", 180, 8.0, 2250, 4500, 900, "NVIDIA DGX B200 data sheet, an eighth of the system"),
+        _gpu("B200", 180, 8.0, 2250, 4500, 900, "NVIDIA DGX B200 data sheet, an eighth of the system", fp4=9000),
         _gpu("L40S", 48, 0.864, 362, 733, 32, "NVIDIA L40S data sheet; PCIe 4.0 x16", between=25),
         _gpu("H20", 96, 4.0, 148, 296, 450, "NVIDIA H20 data sheet as its vendors quote it"),
         _gpu("MI300X", 192, 5.3, 1307, 2615, 448, "AMD Instinct MI300X data sheet"),

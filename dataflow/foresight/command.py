@@ -9,9 +9,9 @@ from dataflow.errors import GraphError
 from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choose import best_ways
 from dataflow.foresight.foresee import foresee
-from dataflow.foresight.rates import ASSUMED_CONSTANTS
 from dataflow.foresight.report import lines, picture, to_plain, ways
 from dataflow.foresight.spec import read_devices
+from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.workload import read_workload
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan
@@ -21,7 +21,7 @@ from dataflow.system.files import write_atomically
 
 
 def foreseen_of_run(
-    graph: Structure, made: Plan, workload: str, constants: Path, *, steps: int | None
+    graph: Structure, made: Plan, workload: str, constants: str, *, steps: int | None
 ) -> dict[str, Any]:  # fmt: skip
     """What a run that is about to begin will take, for its folder.
 
@@ -38,18 +38,18 @@ def foreseen_of_run(
 
 def told(
     graph: Structure, devices: str, *, gpus: Wishes | str | None, workload: str, steps: int | None,
-    replicas: Mapping[str, int] | None = None, ranks: Mapping[str, int] | None = None, constants: Path | None = None,
+    replicas: Mapping[str, int] | None = None, ranks: Mapping[str, int] | None = None, constants: str = CONSTANTS[0],
     draw: Path | None = None,
 ) -> str:  # fmt: skip
     """What a graph takes on devices that are named as `read_devices` has them.
 
     gpus: accelerators by node; empty: dealt out for the shortest step. workload: as `read_workload` has it. constants:
-    a file that `dataflow calibrate` wrote. draw: where a time line goes (.svg), or all figures (.json). GraphError for
+    as `read_constants` has them. draw: where a time line goes (.svg), or all figures (.json). GraphError for
     what cannot be read or foreseen."""
     if draw is not None and draw.suffix not in (".svg", ".json"):
         raise GraphError(f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of these")
     room, texts = read_devices(devices), read_workload(workload)
-    known = ASSUMED_CONSTANTS if constants is None else read_constants(constants)
+    known = read_constants(constants)
     if isinstance(gpus, str):
         raise GraphError(
             "operators that share their devices are not foreseen yet; give each its own, or leave gpus out"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataflow.errors import GraphError
-from transport.weights.costs.decoder import Decoder
+from transport.weights.costs.decoder import Decoder as Decoder
+from transport.weights.costs.decoder import Latent as Latent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,13 @@ class Counts:
 
 def counts_of(source: str) -> Counts:
     """Of the model in a folder, by its config.json alone. GraphError where that is not at hand or not known."""
+    return counts(decoder_of(source))
+
+
+def decoder_of(source: str) -> Decoder:
+    """Dimensions of the model in a folder. GraphError as `counts_of`."""
     try:
-        return counts(Decoder.from_config(json.loads((Path(source) / "config.json").read_text("utf-8"))))
+        return Decoder.from_config(json.loads((Path(source) / "config.json").read_text("utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GraphError(
             f"the dimensions of model '{source}' are not at hand: {type(error).__name__}: {error}; put its config.json "

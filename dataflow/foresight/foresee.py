@@ -12,7 +12,7 @@ import numpy as np
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
-from dataflow.foresight.counts import Counts, counts_of
+from dataflow.foresight.counts import Counts, counts_of, decoder_of
 from dataflow.foresight.generation import Replica, generate, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
@@ -21,6 +21,7 @@ from dataflow.foresight.scenarios import Foreground, between, scenario_of
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
+from dataflow.foresight.steps import check_covered
 from dataflow.foresight.training import BACKWARD
 from dataflow.foresight.workload import Workload
 from dataflow.node import Generate, Learn, Operator
@@ -119,10 +120,11 @@ def foresee(
     made = Foreseen(
         operations=tuple(costed.values()), step_s=0.0, spread_s=(0.0, 0.0), overlaps=ground.max_staleness > 0,
         weights_s=ground.weights_s, rollouts=rollouts, staleness=0.0, by_staleness={}, in_flight=None,
-        max_staleness=ground.max_staleness, gpus=devices.gpus, gpu_hours=None, assumed=_assumed(ground),
+        max_staleness=ground.max_staleness, gpus=devices.gpus, gpu_hours=None, assumed=(),
         constants=constants,
     )  # fmt: skip
     made = _by_simulation(made, ground, steps, failures) if simulated else _by_closed_forms(made, ground)
+    made = replace(made, assumed=_assumed(ground))  # measured steps know by now what was asked of them
     if steps is None or not devices.gpus:
         return made
     return replace(made, gpu_hours=steps * made.step_s * sum(each.count for each in made.operations) / 3600)
@@ -140,6 +142,10 @@ def _ground(
     _check_forms(graph)
     sources = dict.fromkeys(each.uses.source for each in graph.operators.values() if each.uses is not None)
     models = {source: counts_of(source) for source in sources}
+    kinds = _kinds(devices)
+    for kind in dict.fromkeys(kinds.values()):
+        dtype = generator.narrow or ("float32" if kind.name == "cpu" else "bfloat16")
+        check_covered(constants.decode, decoder_of(generator.uses.source), kind, dtype)
     made = plan(
         graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
         sizes={name: _size(each) for name, each in models.items()},
@@ -160,11 +166,11 @@ def _ground(
     bound = next((each for each in graph.feedbacks if each.reader is generator), None)
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     return Foreground(
-        graph=graph, made=made, generator=generator, trainer=trainer, models=models, kinds=_kinds(devices),
+        graph=graph, made=made, generator=generator, trainer=trainer, models=models, kinds=kinds,
         lengths=lengths,
         workload=workload, constants=constants, group_size=max(filter(None, sizes), default=1),
         max_staleness=bound.max_staleness if bound is not None else 0,
-        weights_s=_exchange(made, generator, models[generator.uses.source], _kinds(devices), constants),
+        weights_s=_exchange(made, generator, models[generator.uses.source], kinds, constants),
     )  # fmt: skip
 
 
@@ -214,9 +220,12 @@ def _check_forms(graph: Structure) -> None:
 
 def _assumed(ground: Foreground) -> tuple[str, ...]:
     constants, workload, lengths = ground.constants, ground.workload, ground.lengths
+    measured = [f"'{ground.generator.name}' by {each.source}" for each in ground.measured.values() if each is not None]
+    others = "others' " if measured else ""
     found = [
-        f"rates: {constants.generator.memory:.0%} of memory's and links' bandwidth, {constants.generator.compute:.0%} "
-        f"of matrix products ({constants.source})"
+        *measured,
+        f"{others}rates: {constants.generator.memory:.0%} of memory's and links' bandwidth, "
+        f"{constants.generator.compute:.0%} of matrix products ({constants.source})"
         if constants.source == ASSUMED_CONSTANTS.source
         else f"rates: {constants.source}",
         f"products in {ground.dtype}, but for a generator in fp8",

@@ -13,6 +13,7 @@ from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import PER_LAYER, all_reduces
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import Rates
+from dataflow.foresight.steps import Steps
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 _CACHE_BYTES = 2
@@ -30,6 +31,8 @@ class Replica:
     pipeline_parallel: int = 1
     dtype: str = "bfloat16"
     """Of weights and products."""
+    steps: Steps | None = None
+    """Seconds of all stages of the pipeline together; None: by rates of data sheets."""
 
     @property
     def ranks(self) -> int:
@@ -65,6 +68,8 @@ class Replica:
         small batches, and the cache once (Pope et al., arXiv 2211.05102, section 3); two all-reduces a layer."""
         stages, model, kind = self.pipeline_parallel, self.model, self.kind
         each = rollouts / stages
+        if self.steps is not None:
+            return Parts(fixed=self.steps.decode(each, context))
         nbytes = model.touched(each) * _BYTES[self.dtype] + rollouts * context * self.cache_bytes
         return Parts(
             memory=nbytes / (self.tensor_parallel * kind.memory_bytes_per_s),
@@ -110,5 +115,7 @@ def sustain(
 
 def prefill(replica: Replica, prompt_tokens: float, rollouts: float) -> Parts:
     """Of the prompt of each rollout."""
+    if replica.steps is not None:
+        return Parts(fixed=rollouts * replica.steps.prompt(prompt_tokens) / replica.pipeline_parallel)
     operations = replica.model.forward(rollouts * prompt_tokens, prompt_tokens / 2)
     return Parts(compute=operations / (replica.ranks * replica.kind.rate(replica.dtype)))

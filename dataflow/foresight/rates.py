@@ -50,6 +50,9 @@ class Constants:
     """From one operator to the next."""
     adopt_s: float = 0.0
     """Of a generator's replica that takes a version in."""
+    decode: str = "data-sheets"
+    """Where a generator's seconds come from: one of dataflow.foresight.steps.CONSTANTS; by the rates above, or by what
+    was measured."""
     alone: float = 1.0
     """Speed of a process that computes alone on its host's cores, in that of one beside others."""
     source: str = ASSUMED.source

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import networkx as nx
 import numpy as np
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind
-from dataflow.foresight.counts import Counts
+from dataflow.foresight.counts import Counts, decoder_of
 from dataflow.foresight.generation import Replica, prefill
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.rates import Constants
@@ -23,6 +23,7 @@ from dataflow.foresight.simulation.scenario import (
     TrainerCosts,
     coarse,
 )
+from dataflow.foresight.steps import Steps, steps_of
 from dataflow.foresight.training import BACKWARD, Learners
 from dataflow.foresight.workload import Workload
 from dataflow.node import Learn, Operator
@@ -49,6 +50,8 @@ class Foreground:
     max_staleness: int
     weights_s: float
     """Of a version, on its way."""
+    measured: dict[tuple[DeviceKind, int, str], Steps | None] = field(default_factory=dict)
+    """What a generator's steps take, by devices, ranks and dtype; they know what was asked of them."""
 
     @property
     def on_cpu(self) -> bool:
@@ -77,9 +80,14 @@ class Foreground:
         """One of the generator's."""
         operator, placement = self.generator, self.made.placements[self.generator.name]
         assert operator.uses is not None, "a generator has a model"
+        kind, dtype = self.kind(operator.name, number), operator.narrow or self.dtype
+        way = (kind, placement.ranks, dtype)
+        if way not in self.measured:
+            decoder = decoder_of(operator.uses.source)
+            self.measured[way] = steps_of(self.constants.decode, decoder, kind, ranks=placement.ranks, dtype=dtype)
         return Replica(
-            model=self.models[operator.uses.source], kind=self.kind(operator.name, number),
-            tensor_parallel=placement.ranks, dtype=operator.narrow or self.dtype,
+            model=self.models[operator.uses.source], kind=kind, tensor_parallel=placement.ranks, dtype=dtype,
+            steps=self.measured[way],
         )  # fmt: skip
 
     def learners(self, operator: Operator) -> Learners:

@@ -104,11 +104,11 @@ def test_what_a_process_gains_alone_is_told_from_runs_in_turn_and_at_once() -> N
 def test_constants_go_into_a_file_and_come_back(tmp_path: Path) -> None:
     found = calibrate([made_run(sized(2, 128), mean=8.0, batch=50.0, name="a")])
     (tmp_path / "c.json").write_text(json.dumps(to_plain(found)))
-    assert read_constants(tmp_path / "c.json") == found != ASSUMED_CONSTANTS
+    assert read_constants(str(tmp_path / "c.json")) == found != ASSUMED_CONSTANTS
     for text in ("{", "[]", '{"generator": {"speed": 1}}'):
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(GraphError, match="no constants that `dataflow calibrate` wrote; found"):
-            read_constants(tmp_path / "c.json")
+            read_constants(str(tmp_path / "c.json"))
 
 
 def test_runs_of_another_kind_of_device_and_no_runs_are_refused() -> None:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_tables import put, write_flat
 
 from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
+from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choose import best_ways, splits
 from dataflow.foresight.foresee import foresee
+from dataflow.foresight.kernel_tables import _read
 from dataflow.foresight.report import lines, ways
 from dataflow.foresight.spec import read_devices
 from dataflow.foresight.staleness import mean_staleness
@@ -238,3 +241,40 @@ def test_staleness_is_within_0_3_versions_of_runs_that_were_published(
     """Applied Compute, 2026-07."""
     found = mean_staleness(in_flight=in_flight, batch=batch, ratio=ratio, tail=tail)
     assert found == pytest.approx(measured, abs=0.3)
+
+
+def test_a_generator_is_foreseen_by_measured_kernels_and_the_output_names_them(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, busy, package = read_devices("16xH100"), [], put(tmp_path, monkeypatch)
+    for times in (1.0, 3.0):
+        _read.cache_clear()
+        write_flat(package, times)
+        found = foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, constants=read_constants("kernels"), simulated=False)
+        busy.append({each.node: each.seconds for each in found.operations})
+    assert busy[0]["trainer"] == busy[1]["trainer"] and 2 < busy[1]["generator"] / busy[0]["generator"] < 3
+    assert "assumed: 'generator' by kernels measured on H100 by aiconfigurator-core" in lines(found)
+    known = read_constants("kernels:0.24.0")
+    named = foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, constants=known, simulated=False)
+    assert named.operations == found.operations
+    alike = foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, constants=known, steps=8)
+    assert alike.step_s > 0 and "kernels measured on H100" in lines(alike)
+    with pytest.raises(GraphError, match=r"H100 has no measured .* of vLLM 0.9.0; found 0.24.0"):
+        foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, constants=read_constants("kernels:0.9.0"))
+    with pytest.raises(GraphError, match="L40S has no measured"):
+        best_ways(graph(model), read_devices("64xL40S"), constants=read_constants("kernels"))
+
+
+def test_a_generator_is_foreseen_by_measured_servers_and_other_names_are_refused(model: Model) -> None:
+    room = read_devices("16xH20")
+    sheets, serving = (
+        foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, constants=read_constants(each), simulated=False)
+        for each in ("data-sheets", "serving")
+    )
+    busy = [{each.node: each.seconds for each in found.operations} for found in (sheets, serving)]
+    assert busy[0]["trainer"] == busy[1]["trainer"] and busy[0]["generator"] != busy[1]["generator"]
+    assert "seven constants fitted to measured runs of vLLM on H100, H200, B200; extrapolated to H20" in lines(serving)
+    with pytest.raises(GraphError, match="'guess' has no constants .* or take one of data-sheets, serving"):
+        read_constants("guess")
+    with pytest.raises(GraphError, match="constants to foresee with are 'serving:1'; take one of"):
+        best_ways(graph(model), room, constants=read_constants("serving:1"))
