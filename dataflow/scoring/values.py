@@ -1,7 +1,8 @@
-"""Columns into the arguments of a scorer's function, and what it returns into a column."""
+"""Rows into calls of a scorer's function, and what it returns into a column; both as bytes between two processes."""
 
 import math
 import os
+import struct
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import CodeType
@@ -12,7 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.records import AnyArray
+from dataflow.scoring.calls import Call
+from dataflow.scoring.knobs import ScorerKnobs
 
+_COUNT = struct.Struct("<I")
 _LONGEST_ERROR = 500
 _INT64 = range(-(2**63), 2**63)
 Check = Callable[[Any], Any]
@@ -20,6 +24,92 @@ Check = Callable[[Any], Any]
 
 class Unscored(Exception):
     """A call that gave no usable score; its text is what the row records."""
+
+
+def encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: int) -> bytes:
+    """Calls start to stop: the number of rows of each group (none when called per row), then Arrow IPC."""
+    sizes = np.diff(starts[start : stop + 1]).astype(np.int32) if per == "group" else np.empty(0, np.int32)
+    first, last = int(starts[start]), int(starts[stop])
+    return _COUNT.pack(len(sizes)) + sizes.tobytes() + _stream(rows.slice(first, last - first))
+
+
+def prepare(scorer: ScorerKnobs[..., Any], payload: bytes) -> Call:
+    """The function that makes call number i of a payload."""
+    (count,) = _COUNT.unpack_from(payload)
+    head = _COUNT.size + 4 * count
+    sizes = np.frombuffer(payload, np.int32, count, _COUNT.size)
+    rows = _streamed(memoryview(payload)[head:])
+    if scorer.per == "row":
+        return _row_call(scorer, rows)
+    return _group_call(scorer, rows, np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def pack(scorer: ScorerKnobs[..., Any], values: list[Any]) -> bytes:
+    """What several calls gave: their rows' column, and what was wrong with rows of groups."""
+    if scorer.per == "row":
+        return _stream(pa.record_batch({"value": score_column(values, scorer.output)}))
+    errors: list[str | None] = []
+    for checked, failures in values:
+        errors += [failures.get(row) for row in range(len(checked))]
+    column = score_column([value for checked, _ in values for value in checked], scorer.output)
+    return _stream(pa.record_batch({"value": column, "error": pa.array(errors, pa.string())}))
+
+
+def unpack(body: bytes) -> tuple[pa.Array, dict[int, str]]:
+    """What `pack` was given, row by row: the column, and what was wrong by row."""
+    rows = _streamed(body)
+    errors = rows.column(1).to_pylist() if rows.num_columns > 1 else []
+    return rows.column(0), {row: text for row, text in enumerate(errors) if text is not None}
+
+
+def _stream(rows: pa.RecordBatch) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_batch(rows)
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def _streamed(data: bytes | memoryview) -> pa.RecordBatch:
+    return pa.ipc.open_stream(pa.py_buffer(data)).read_next_batch()
+
+
+def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
+    function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
+    names = rows.schema.names
+    columns = [row_arguments(rows.column(name), scorer.signature.annotations[name]) for name in names]
+
+    def arguments(index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in zip(names, columns, strict=True)}
+
+    if scorer.signature.is_async:
+
+        async def call_async(index: int) -> Any:
+            return check(await function(**arguments(index), **given))
+
+        return call_async
+    return lambda index: check(function(**arguments(index), **given))
+
+
+def _group_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyArray) -> Call:
+    function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
+    annotations = scorer.signature.annotations
+
+    def arguments(index: int) -> dict[str, Any]:
+        size = int(starts[index + 1] - starts[index])
+        group = rows.slice(int(starts[index]), size)
+        return {name: group_argument(group.column(name), annotations[name]) for name in annotations}
+
+    def values(index: int, returned: Any) -> Any:
+        size = int(starts[index + 1] - starts[index])
+        return group_values(returned, size, check, scorer.signature.is_broadcast)
+
+    if scorer.signature.is_async:
+
+        async def call_async(index: int) -> Any:
+            return values(index, await function(**arguments(index), **given))
+
+        return call_async
+    return lambda index: values(index, function(**arguments(index), **given))
 
 
 def row_arguments(column: pa.Array, annotation: Any) -> list[Any]:

@@ -6,7 +6,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Ar
 from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.pool import Answer
+from dataflow.scoring.process import Encode
 from dataflow.scoring.runtime import Scoring
+from dataflow.scoring.values import pack
 
 
 def f_float(x: str) -> float:
@@ -283,10 +285,14 @@ class FakeCaller:
 
     ready: list[Answer] = field(default_factory=list)
     jobs: int = 0
+    restarts: int = 0
 
     open_calls = 0
 
-    def submit(self, calls: int, encode: Callable[[int, int], bytes]) -> int:
+    def waits(self) -> Sequence[int]:
+        return ()
+
+    def submit(self, calls: int, encode: Encode) -> int:
         self.jobs += 1
         return self.jobs - 1
 
@@ -295,7 +301,7 @@ class FakeCaller:
         return ready
 
     def answer(self, job: int, values: Mapping[int, float]) -> None:
-        self.ready.append(Answer(job, list(values), list(values.values()), {}))
+        self.ready.append(Answer(job, list(values), {}, pack(scorer(f_float_of_completion), list(values.values()))))
 
     def close(self) -> None:
         """Nothing to give back."""
