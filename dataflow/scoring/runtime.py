@@ -150,8 +150,8 @@ class Scoring(Runtime):
         held = self._held[answer.job]
         made = [call for call in answer.calls if call not in answer.failures]
         if made:
-            rows = held.good[gather(held.starts, np.array(made))[0]]
-            scores, failures = unpack(answer.body)
+            rows = held.good[made if self._scorer.per == "row" else gather(held.starts, np.array(made))[0]]
+            scores, failures = unpack(self._scorer, answer.body)
             held.scores.append(scores)
             held.scored.append(rows)
             for at, text in failures.items():
@@ -203,10 +203,13 @@ class Scoring(Runtime):
 
 def _in_order(held: _Held, output: pa.DataType) -> pa.Array:
     """What was said of each row of a batch; null where nothing was."""
+    count = len(held.group_of_row)
     if not held.scores:
-        return pa.nulls(len(held.group_of_row), output)
-    at = np.full(len(held.group_of_row), -1)
+        return pa.nulls(count, output)
     rows = np.concatenate(held.scored)
+    if len(held.scores) == 1 and len(rows) == count:
+        return held.scores[0]
+    at = np.full(count, -1)
     at[rows] = np.arange(len(rows))
     return pa.concat_arrays(held.scores).take(pa.array(at, mask=at < 0))
 
