@@ -152,6 +152,7 @@ class Scoring(Runtime):
         if made:
             rows = held.good[made if self._scorer.per == "row" else gather(held.starts, np.array(made))[0]]
             scores, failures = unpack(self._scorer, answer.body)
+            assert len(scores) == len(rows), "one for each"
             held.scores.append(scores)
             held.scored.append(rows)
             for at, text in failures.items():
@@ -207,7 +208,7 @@ def _in_order(held: _Held, output: pa.DataType) -> pa.Array:
     if not held.scores:
         return pa.nulls(count, output)
     rows = np.concatenate(held.scored)
-    if len(held.scores) == 1 and len(rows) == count:
+    if len(held.scores) == 1 and np.array_equal(rows, np.arange(count)):
         return held.scores[0]
     at = np.full(count, -1)
     at[rows] = np.arange(len(rows))

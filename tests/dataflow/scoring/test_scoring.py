@@ -342,6 +342,18 @@ def test_whole_groups_leave_without_waiting_for_a_slow_one() -> None:
     assert (runtime.pending(), events) == (0, ["ack"])
 
 
+@pytest.mark.parametrize("parts", [({2: 2.0, 0: 0.0, 1: 1.0},), ({1: 1.0}, {2: 2.0, 0: 0.0})])
+def test_each_row_has_its_own_score_in_whatever_order_and_parts_they_come(
+    parts: tuple[Mapping[int, float], ...],
+) -> None:
+    runtime, caller, _ = fake()
+    runtime.push(Batch("prompts", rows(["x"] * 3, group=3)))
+    for values in parts:
+        caller.answer(0, values)
+    (made,) = runtime.work() or []
+    assert made.records.column("f_float_of_completion").to_pylist() == [0.0, 1.0, 2.0]
+
+
 def test_a_later_batch_may_overtake_an_earlier_one() -> None:
     runtime, caller, _ = fake()
     runtime.push(Batch("a", rows(["x"] * 2)))
