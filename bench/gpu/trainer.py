@@ -170,7 +170,7 @@ def make_module(shape: Shape, device: torch.device) -> Any:
 
 def make_rows(load: Load, vocabulary: int) -> Any:
     """Rollouts that have nothing in common, as a step's rows."""
-    from dataflow.rollout_tokens import RolloutTokens
+    from dataflow.tokens.rollout_tokens import RolloutTokens
     from operators.training.learner.rows import StepRows
 
     draw = np.random.default_rng(0)

@@ -27,7 +27,8 @@ from dataflow.records import (
     TOKENS,
     VERSIONS,
 )
-from dataflow.rollout_tokens import RolloutTokens, SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
 
 MARK, BEGIN, LINE = "mark", "begin", "line"
 

@@ -6,22 +6,17 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from dataflow.scoring.calls import (
-    Call,
-    Gathered,
-    Settings,
-    Source,
-    attempt,
-    enter,
-    messages,
-    one_by_one,
-    prepared,
-    send,
-)
+from dataflow.scoring.calls import Answers, Call, Calls, Settings
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
+
+Source = memoryview  # three words shared with the owner: chunk (-1: none), call, start in ns
+
+GATHER_NS = 5_000_000
+SLOW_NS = 200_000
 
 
 def make_calls(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
@@ -37,33 +32,49 @@ def make_calls(channel: Channel[Any], sources: list[Source], settings: Settings)
     elif len(sources) > 1:
         _by_threads(channel, sources, settings)
     else:
-        one_by_one(channel, sources[0], settings)
+        _one_by_one(channel, sources[0], settings)
+
+
+def _one_by_one(channel: Channel[Any], source: Source, settings: Settings) -> None:
+    answers = _Gathered()
+    clock = time.monotonic_ns
+    for message in _messages(channel):
+        call = _prepared(channel, settings)
+        for index in range(message.calls):
+            start = clock()
+            _enter(source, message.chunk, index, start)
+            answer = _attempt(call, index, settings)
+            source[0] = -1
+            answers.add(message.chunk, index, *answer)
+            if answers.are_due(clock() - start):
+                _send(channel, answers, settings)
+        _send(channel, answers, settings)
 
 
 def _by_threads(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
     todo: queue.SimpleQueue[tuple[int, int, Call]] = queue.SimpleQueue()
-    answers = Gathered()
+    answers = _Gathered()
     lock = threading.Lock()
 
     def work(source: Source) -> None:
         while True:
             chunk, index, call = todo.get()
             start = time.monotonic_ns()
-            enter(source, chunk, index, start)
-            answer = attempt(call, index, settings)
+            _enter(source, chunk, index, start)
+            answer = _attempt(call, index, settings)
             source[0] = -1
             with lock:
                 answers.add(chunk, index, *answer)
                 if todo.empty() or answers.are_due(time.monotonic_ns() - start):
                     try:
-                        send(channel, answers)
+                        _send(channel, answers, settings)
                     except OSError:
                         os._exit(0)
 
     for source in sources:
         threading.Thread(target=work, args=(source,), daemon=True).start()
-    for message in messages(channel):
-        call = prepared(message.payload, settings)
+    for message in _messages(channel):
+        call = _prepared(channel, settings)
         for index in range(message.calls):
             todo.put((message.chunk, index, call))
 
@@ -71,7 +82,7 @@ def _by_threads(channel: Channel[Any], sources: list[Source], settings: Settings
 async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     todo: asyncio.Queue[tuple[int, int, Call]] = asyncio.Queue()
-    answers = Gathered()
+    answers = _Gathered()
 
     def flush() -> None:
         with contextlib.suppress(OSError):  # that the owner is gone shows when reading
@@ -81,8 +92,8 @@ async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Sett
 
     def send_all() -> None:
         with contextlib.suppress(OSError):
-            for message in answers.take():
-                channel.post(message)
+            for message, body in answers.take(settings):
+                channel.post(message, body=body)
         if channel.has_output:
             loop.add_writer(channel.fileno(), flush)
 
@@ -92,15 +103,15 @@ async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Sett
         except (EOFError, OSError, MessageError):
             os._exit(0)
         for message in arrived:
-            call = prepared(message.payload, settings)
+            call = _prepared(channel, settings)
             for index in range(message.calls):
                 todo.put_nowait((message.chunk, index, call))
 
     async def work(source: Source) -> None:
         while True:
             chunk, index, call = await todo.get()
-            enter(source, chunk, index, time.monotonic_ns())
-            answer = await _attempt(call, index, settings)
+            _enter(source, chunk, index, time.monotonic_ns())
+            answer = await _awaited(call, index, settings)
             source[0] = -1
             answers.add(chunk, index, *answer)
             loop.call_soon(send_all)
@@ -111,10 +122,80 @@ async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Sett
             workers.create_task(work(source))
 
 
-async def _attempt(call: Call, index: int, settings: Settings) -> tuple[Any, str | None]:
+async def _awaited(call: Call, index: int, settings: Settings) -> tuple[Any, str | None]:
     limit = asyncio.timeout(settings.timeout_s)
     try:
         async with limit:
             return await call(index), None
     except BaseException as error:
         return None, settings.late if limit.expired() else settings.describe(error)
+
+
+class _Gathered:
+    """Answers that gather until it is time to send them; not locked."""
+
+    def __init__(self) -> None:
+        self._sent_ns = time.monotonic_ns()
+        self._gathered: dict[int, tuple[list[int], list[Any], dict[int, str]]] = {}
+
+    def add(self, chunk: int, call: int, value: Any, failure: str | None) -> None:
+        """One more; of a call that failed, why."""
+        calls, values, failures = self._gathered.setdefault(chunk, ([], [], {}))
+        calls.append(call)
+        if failure is None:
+            values.append(value)
+        else:
+            failures[call] = failure
+
+    def are_due(self, took_ns: int) -> bool:
+        """Whether to send them now, after a call that took so long."""
+        return took_ns > SLOW_NS or time.monotonic_ns() - self._sent_ns > GATHER_NS
+
+    def take(self, settings: Settings) -> list[tuple[Answers, bytes]]:
+        """All that gathered as messages and their bodies; forgotten here."""
+        gathered, self._gathered = self._gathered, {}
+        self._sent_ns = time.monotonic_ns()
+        return [
+            (Answers(chunk, calls, failures), settings.pack(values))
+            for chunk, (calls, values, failures) in gathered.items()
+        ]
+
+
+def _enter(source: Source, chunk: int, index: int, now_ns: int) -> None:
+    """Show the owner which call begins; the chunk last, because it marks the entry as valid."""
+    source[2] = now_ns
+    source[1] = index
+    source[0] = chunk
+
+
+def _attempt(call: Call, index: int, settings: Settings) -> tuple[Any, str | None]:
+    """Make a call: its value, or why it failed."""
+    try:
+        return call(index), None
+    except BaseException as error:
+        return None, settings.describe(error)
+
+
+def _prepared(channel: Channel[Any], settings: Settings) -> Call:
+    """What makes the calls of the next message; each fails where its body cannot be read."""
+    try:
+        return settings.prepare(channel.bodies.popleft())
+    except Exception as error:
+        failure = error
+
+        def refuse(index: int) -> Any:
+            raise failure
+
+        return refuse
+
+
+def _messages(channel: Channel[Any]) -> Iterator[Calls]:
+    """What the owner sends, until it is gone. Raises EOFError then."""
+    while channel.readable(None):
+        yield from channel.arrived()
+
+
+def _send(channel: Channel[Any], answers: _Gathered, settings: Settings) -> None:
+    """All that gathered."""
+    for message, body in answers.take(settings):
+        channel.send(message, body)

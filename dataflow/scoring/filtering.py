@@ -1,14 +1,13 @@
 """The runtime of a filter: scores groups with True or False, and writes its name where it was False."""
 
-from typing import Any
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.records import DROP_REASON
 from dataflow.runtime import Context
+from dataflow.scoring.callers import caller_of
 from dataflow.scoring.knobs import ScorerKnobs
-from dataflow.scoring.runtime import Scoring, caller_of
+from dataflow.scoring.runtime import Scoring
 
 
 def build(keep: ScorerKnobs[..., bool], context: Context) -> "Keeping":
@@ -23,8 +22,9 @@ class Keeping(Scoring):
     the trainer, and it must fit the same schema there.
     """
 
-    def _written(self, records: pa.RecordBatch, values: list[Any]) -> pa.RecordBatch:
-        reasons = pa.array([self._scorer.name if value is False else None for value in values], pa.string())
+    def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
+        is_dropped = pc.fill_null(pc.invert(scores), False)
+        reasons = pc.if_else(is_dropped, self._scorer.name, pa.scalar(None, pa.string()))
         at = records.schema.get_field_index(DROP_REASON)
         if at < 0:
             return records.append_column(DROP_REASON, reasons)

@@ -6,13 +6,12 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dataflow.errors import WorkerDied
 from dataflow.scoring.calls import CALLS, Settings
-from dataflow.scoring.process import Chunk, Frame, Piece, Process, memory_kb, pieces_of
+from dataflow.scoring.process import Chunk, Encode, Frame, Piece, Process, memory_kb, pieces_of
 from dataflow.scoring.server import LANE_WORDS, End, Ended, Lost, Spawn, Spawned, let_go_on, start_server
 from dataflow.system.channel import Channel
 from dataflow.system.child import end
@@ -27,8 +26,6 @@ _DEATHS = 3
 _QUICK_S, _SLOW_S = 0.02, 0.2
 _LARGEST_WINDOW = 1024
 
-Encode = Callable[[int, int], bytes]
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -36,10 +33,11 @@ class Answer:
 
     job: int
     calls: list[int]
-    values: list[Any]
-    """One for each call; None where it failed."""
     failures: Mapping[int, str]
     """What went wrong, by call."""
+    body: bytes
+    """What those gave that did not fail, in their order, as `Settings.pack` made it; not to be looked into where all
+    failed."""
 
 
 @dataclass
@@ -92,6 +90,10 @@ class Pool:
     def fileno(self) -> int:
         """A descriptor that is readable when `poll` has something to do."""
         return self._selector.fileno()
+
+    def waits(self) -> Sequence[int]:
+        """That descriptor."""
+        return (self.fileno(),)
 
     def submit(self, calls: int, encode: Encode) -> int:
         """Take a job of so many calls; `encode(start, stop)` is the payload of some of them. Its number."""
@@ -207,8 +209,7 @@ class Pool:
             if stop < piece.stop:
                 self._pending.appendleft(Piece(piece.job, stop, piece.stop))
             piece = Piece(piece.job, piece.start, stop, piece.is_alone)
-            payload = self._jobs[piece.job].encode(piece.start, piece.stop)
-            process.send(self._next_chunk, piece, payload)
+            process.send(self._next_chunk, piece, self._jobs[piece.job].encode)
             self._next_chunk += 1
             self._listen(process)
 
@@ -257,7 +258,7 @@ class Pool:
         job.left -= len(frame.calls)
         if not job.left:
             del self._jobs[number]
-        self._answers.append(Answer(number, frame.calls, frame.values, frame.failures))
+        self._answers.append(Answer(number, frame.calls, frame.failures, frame.body))
 
     # Limits and ends
 
@@ -327,7 +328,7 @@ class Pool:
 
     def _fail(self, chunk: Chunk, call: int, text: str) -> None:
         chunk.open.discard(call)
-        self._answer(Frame(chunk, [call], [None], {call: text}))
+        self._answer(Frame(chunk, [call], {call: text}))
 
     def _how_it_ended(self, status: int | None) -> str:
         if status is None:

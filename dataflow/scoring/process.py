@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,9 @@ from typing import Any
 from dataflow.scoring.calls import Answers, Calls
 from dataflow.scoring.server import LANE_WORDS
 from dataflow.system.channel import Channel
+
+Encode = Callable[[int, int], bytes]
+"""What some calls of a job, from one to before another, are made with."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,9 @@ class Frame:
 
     chunk: Chunk
     calls: list[int]
-    values: list[Any]
     failures: dict[int, str]
+    body: bytes = b""
+    """What those gave that did not fail."""
 
 
 class Process:
@@ -79,14 +83,14 @@ class Process:
         """Whether it has a call that must stay alone."""
         return any(chunk.is_alone for chunk in self.chunks.values())
 
-    def send(self, number: int, piece: Piece, payload: bytes) -> None:
-        """Give it calls."""
+    def send(self, number: int, piece: Piece, encode: Encode) -> None:
+        """Give it calls; `encode` says with what they are made."""
         calls = set(range(piece.start, piece.stop))
         self.chunks[number] = Chunk(piece.job, piece.start, calls, piece.is_alone, time.monotonic())
         self.idle_since = None
         if self.channel is not None:
             with contextlib.suppress(OSError):  # that it is gone shows when reading
-                self.channel.post(Calls(number, len(calls), payload))
+                self.channel.post(Calls(number, len(calls)), body=encode(piece.start, piece.stop))
 
     def flush(self) -> None:
         """Write what it will take."""
@@ -105,19 +109,18 @@ class Process:
         return frames, False
 
     def _frame(self, answers: Any) -> Frame:
-        if not isinstance(answers, Answers) or not isinstance(answers.values, list):
+        assert self.channel is not None
+        if not isinstance(answers, Answers) or not self.channel.bodies:
             raise ValueError("no answers")
-        chunk = self.chunks[answers.chunk]
+        chunk, body = self.chunks[answers.chunk], self.channel.bodies.popleft()
         calls = [call + chunk.start for call in answers.calls]
-        if not chunk.open.issuperset(calls) or len(calls) != len(answers.values):
+        if not chunk.open.issuperset(calls):
             raise ValueError("answers to calls that are not open")
         chunk.open.difference_update(calls)
         if not chunk.open:
             del self.chunks[answers.chunk]
         self.idle_since = None
-        return Frame(
-            chunk, calls, answers.values, {call + chunk.start: text for call, text in answers.failures.items()}
-        )
+        return Frame(chunk, calls, {call + chunk.start: text for call, text in answers.failures.items()}, body)
 
     def running(self, before_ns: int | None = None) -> list[tuple[Chunk, int]]:
         """Calls that are being made; only those begun before a time of the monotonic clock, if given."""

@@ -1,111 +1,28 @@
 """The runtime of a scorer: rows in, the same rows with one more column out, their failures recorded."""
 
-import struct
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import RecordError
-from dataflow.records import DROP_REASON, ERROR, GROUP_ID, AnyArray
+from dataflow.records import DROP_REASON, ERROR, GROUP_ID, AnyArray, gather
 from dataflow.runtime import Batch, Context, Runtime
-from dataflow.scoring.calls import Call, Settings
+from dataflow.scoring.callers import Caller, caller_of
 from dataflow.scoring.knobs import ScorerKnobs
-from dataflow.scoring.pool import Answer, Pool
-from dataflow.scoring.values import (
-    checker,
-    describe,
-    error_column,
-    group_argument,
-    group_values,
-    row_arguments,
-    score_column,
-)
+from dataflow.scoring.pool import Answer
+from dataflow.scoring.values import encode, error_column, unpack
 
 _ROOM = 2048
 _HOLD_S = 0.05
-_COUNT = struct.Struct("<I")
 
 
 def build(scorer: ScorerKnobs[..., Any], context: Context) -> "Scoring":
     """The runtime of a scorer; forks its pool's server where it is isolated."""
     return Scoring(scorer, context, caller_of(scorer))
-
-
-def caller_of(scorer: ScorerKnobs[..., Any]) -> "Caller":
-    """What makes the calls of a scorer: a pool, whose server is forked here, or this process."""
-    code = scorer.function.__code__
-    settings = Settings(
-        prepare=partial(_prepare, scorer),
-        describe=partial(describe, code=code),
-        processes=scorer.processes,
-        concurrency=scorer.concurrency,
-        is_async=scorer.signature.is_async,
-        timeout_s=scorer.timeout_s,
-        memory_mb=scorer.memory_mb,
-    )
-    return Pool(settings) if scorer.isolate else InWorker(settings)
-
-
-class Caller(Protocol):
-    """What makes the calls: `Pool`, or `InWorker`."""
-
-    @property
-    def open_calls(self) -> int:
-        """Calls submitted and not yet answered."""
-
-    def submit(self, calls: int, encode: Callable[[int, int], bytes]) -> int:
-        """Take a job; its number."""
-
-    def poll(self) -> list[Answer]:
-        """The answers that have come."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
-
-
-class InWorker:
-    """Makes the calls of one job at a time in this process, with no limits."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._jobs: deque[tuple[int, int, Callable[[int, int], bytes]]] = deque()
-        self._next_job = 0
-
-    @property
-    def open_calls(self) -> int:
-        """Calls submitted and not yet answered."""
-        return sum(calls for _, calls, _ in self._jobs)
-
-    def submit(self, calls: int, encode: Callable[[int, int], bytes]) -> int:
-        """Take a job; its number."""
-        self._jobs.append((self._next_job, calls, encode))
-        self._next_job += 1
-        return self._next_job - 1
-
-    def poll(self) -> list[Answer]:
-        """Make the calls of the oldest job."""
-        if not self._jobs:
-            return []
-        job, calls, encode = self._jobs.popleft()
-        call = self._settings.prepare(encode(0, calls))
-        values: list[Any] = []
-        failures: dict[int, str] = {}
-        for index in range(calls):
-            try:
-                values.append(call(index))
-            except (Exception, SystemExit) as error:
-                values.append(None)
-                failures[index] = self._settings.describe(error)
-        return [Answer(job, list(range(calls)), values, failures)]
-
-    def close(self) -> None:
-        """Forget what has not been called."""
-        self._jobs.clear()
 
 
 @dataclass
@@ -121,9 +38,12 @@ class _Held:
     """Where the rows of each call begin in `good`, int [calls + 1]."""
     calls_left: AnyArray
     """Unanswered calls of each group, int [groups]."""
-    values: list[Any]
     since: float
     """When something was last sent of it, in seconds."""
+    scores: list[pa.Array] = field(default_factory=list)
+    """What was said of its rows so far."""
+    scored: list[AnyArray] = field(default_factory=list)
+    """Which rows these are, int [rows of each]."""
     failures: dict[int, str] = field(default_factory=dict)
     is_sent: AnyArray = field(init=False)
     """Which groups have left, bool [groups]."""
@@ -161,7 +81,7 @@ class Scoring(Runtime):
 
     def waits(self) -> Sequence[Any]:
         """The pool's descriptor, while calls are open."""
-        return (self._caller.fileno(),) if isinstance(self._caller, Pool) and self._caller.open_calls else ()
+        return self._caller.waits() if self._caller.open_calls else ()
 
     def push(self, batch: Batch) -> None:
         """Take a batch in and have its rows scored; RecordError when a column is missing."""
@@ -189,13 +109,12 @@ class Scoring(Runtime):
             good=good,
             starts=starts,
             calls_left=calls_left,
-            values=[None] * records.num_rows,
             since=self._clock(),
         )
         self._rows += records.num_rows
         if len(good):
             calls = len(starts) - 1
-            self._held[self._caller.submit(calls, partial(_encode, rows, starts, self._scorer.per))] = held
+            self._held[self._caller.submit(calls, partial(encode, rows, starts, self._scorer.per))] = held
         else:
             self._done.append(held)
 
@@ -216,12 +135,11 @@ class Scoring(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Rows waiting, scored and failed, and how often a process was replaced."""
-        restarts = self._caller.restarts if isinstance(self._caller, Pool) else 0
         return {
             "queue": self._rows,
             "scored": self._scored,
             "failed": self._failed,
-            "restarts": restarts,
+            "restarts": self._caller.restarts,
         }
 
     def close(self) -> None:
@@ -230,27 +148,21 @@ class Scoring(Runtime):
 
     def _take(self, answer: Answer) -> None:
         held = self._held[answer.job]
-        first_rows = held.good[held.starts[answer.calls]]
-        if self._scorer.per == "row":
-            for row, value in zip(first_rows.tolist(), answer.values, strict=True):
-                held.values[row] = value
-        else:
-            for call, value in zip(answer.calls, answer.values, strict=True):
-                if call not in answer.failures:
-                    self._take_group(held, call, *value)
+        made = [call for call in answer.calls if call not in answer.failures]
+        if made:
+            rows = held.good[made if self._scorer.per == "row" else gather(held.starts, np.array(made))[0]]
+            scores, failures = unpack(self._scorer, answer.body)
+            assert len(scores) == len(rows), "one for each"
+            held.scores.append(scores)
+            held.scored.append(rows)
+            for at, text in failures.items():
+                self._fail(held, rows[at : at + 1], text)
         for call, text in answer.failures.items():
             self._fail(held, held.good[held.starts[call] : held.starts[call + 1]], text)
-        np.subtract.at(held.calls_left, held.group_of_row[first_rows], 1)
+        np.subtract.at(held.calls_left, held.group_of_row[held.good[held.starts[answer.calls]]], 1)
         if not held.calls_left.any():
             del self._held[answer.job]
             self._done.append(held)
-
-    def _take_group(self, held: _Held, call: int, values: list[Any], failures: dict[int, str]) -> None:
-        rows = held.good[held.starts[call] : held.starts[call + 1]]
-        for row, value in zip(rows.tolist(), values, strict=True):
-            held.values[row] = value
-        for at, text in failures.items():
-            self._fail(held, rows[at : at + 1], text)
 
     def _fail(self, held: _Held, rows: AnyArray, text: str) -> None:
         for row in rows.tolist():
@@ -283,11 +195,24 @@ class Scoring(Runtime):
             records = records.append_column(ERROR, errors)
         elif held.failures:
             records = records.set_column(at, ERROR, error_column(records.column(at), held.failures))
-        return self._written(records, held.values)
+        return self._written(records, _in_order(held, self._scorer.output))
 
-    def _written(self, records: pa.RecordBatch, values: list[Any]) -> pa.RecordBatch:
-        """The rows with what the function said of each; None where it was not asked, or failed."""
-        return records.append_column(self._scorer.name, score_column(values, self._scorer.output))
+    def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
+        """The rows with what the function said of each; null where it was not asked, or failed."""
+        return records.append_column(self._scorer.name, scores)
+
+
+def _in_order(held: _Held, output: pa.DataType) -> pa.Array:
+    """What was said of each row of a batch; null where nothing was."""
+    count = len(held.group_of_row)
+    if not held.scores:
+        return pa.nulls(count, output)
+    rows = np.concatenate(held.scored)
+    if len(held.scores) == 1 and np.array_equal(rows, np.arange(count)):
+        return held.scores[0]
+    at = np.full(count, -1)
+    at[rows] = np.arange(len(rows))
+    return pa.concat_arrays(held.scores).take(pa.array(at, mask=at < 0))
 
 
 def _groups(records: pa.RecordBatch) -> AnyArray:
@@ -306,64 +231,3 @@ def _is_good(records: pa.RecordBatch) -> AnyArray:
         if at >= 0 and records.column(at).null_count < records.num_rows:
             good &= records.column(at).is_null().to_numpy(zero_copy_only=False)
     return good
-
-
-def _encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: int) -> bytes:
-    """Calls start to stop: the number of rows of each group (none when called per row), then Arrow IPC."""
-    sizes = np.diff(starts[start : stop + 1]).astype(np.int32) if per == "group" else np.empty(0, np.int32)
-    first, last = int(starts[start]), int(starts[stop])
-    sink = pa.BufferOutputStream()
-    sink.write(_COUNT.pack(len(sizes)) + sizes.tobytes())
-    with pa.ipc.new_stream(sink, rows.schema) as writer:
-        writer.write_batch(rows.slice(first, last - first))
-    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
-
-
-def _prepare(scorer: ScorerKnobs[..., Any], payload: bytes) -> Call:
-    """The function that makes call number i of a payload."""
-    (count,) = _COUNT.unpack_from(payload)
-    head = _COUNT.size + 4 * count
-    sizes = np.frombuffer(payload, np.int32, count, _COUNT.size)
-    rows = pa.ipc.open_stream(pa.py_buffer(memoryview(payload)[head:])).read_next_batch()
-    if scorer.per == "row":
-        return _row_call(scorer, rows)
-    return _group_call(scorer, rows, np.concatenate([[0], np.cumsum(sizes)]))
-
-
-def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
-    function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
-    names = rows.schema.names
-    columns = [row_arguments(rows.column(name), scorer.signature.annotations[name]) for name in names]
-
-    def arguments(index: int) -> dict[str, Any]:
-        return {name: column[index] for name, column in zip(names, columns, strict=True)}
-
-    if scorer.signature.is_async:
-
-        async def call_async(index: int) -> Any:
-            return check(await function(**arguments(index), **given))
-
-        return call_async
-    return lambda index: check(function(**arguments(index), **given))
-
-
-def _group_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyArray) -> Call:
-    function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
-    annotations = scorer.signature.annotations
-
-    def arguments(index: int) -> dict[str, Any]:
-        size = int(starts[index + 1] - starts[index])
-        group = rows.slice(int(starts[index]), size)
-        return {name: group_argument(group.column(name), annotations[name]) for name in annotations}
-
-    def values(index: int, returned: Any) -> Any:
-        size = int(starts[index + 1] - starts[index])
-        return group_values(returned, size, check, scorer.signature.is_broadcast)
-
-    if scorer.signature.is_async:
-
-        async def call_async(index: int) -> Any:
-            return values(index, await function(**arguments(index), **given))
-
-        return call_async
-    return lambda index: values(index, function(**arguments(index), **given))

@@ -1,10 +1,7 @@
-"""Columns into the arguments of a scorer's function, and what it returns into a column."""
+"""Rows into calls of a scorer's function, and what it returns into a column; both as bytes between two processes."""
 
-import math
-import os
-import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
-from types import CodeType
+import struct
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -12,14 +9,96 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.records import AnyArray
+from dataflow.scoring.calls import Call
+from dataflow.scoring.checks import Check, Unscored, checker, shown
+from dataflow.scoring.knobs import ScorerKnobs
 
-_LONGEST_ERROR = 500
-_INT64 = range(-(2**63), 2**63)
-Check = Callable[[Any], Any]
+_COUNT = struct.Struct("<I")
 
 
-class Unscored(Exception):
-    """A call that gave no usable score; its text is what the row records."""
+def encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: int) -> bytes:
+    """Calls start to stop: the number of rows of each group (none when called per row), then Arrow IPC."""
+    sizes = np.diff(starts[start : stop + 1]).astype(np.int32) if per == "group" else np.empty(0, np.int32)
+    first, last = int(starts[start]), int(starts[stop])
+    sink = pa.BufferOutputStream()
+    sink.write(_COUNT.pack(len(sizes)) + sizes.tobytes())
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_batch(rows.slice(first, last - first))
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def prepare(scorer: ScorerKnobs[..., Any], payload: bytes) -> Call:
+    """The function that makes call number i of a payload."""
+    (count,) = _COUNT.unpack_from(payload)
+    head = _COUNT.size + 4 * count
+    sizes = np.frombuffer(payload, np.int32, count, _COUNT.size)
+    rows = pa.ipc.open_stream(pa.py_buffer(memoryview(payload)[head:])).read_next_batch()
+    if scorer.per == "row":
+        return _row_call(scorer, rows)
+    return _group_call(scorer, rows, np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def pack(scorer: ScorerKnobs[..., Any], values: list[Any]) -> bytes:
+    """What several calls gave, row by row: the column, and of groups what was wrong with some rows."""
+    if scorer.per == "row":
+        columns = [score_column(values, scorer.output)]
+    else:
+        errors = [failures.get(row) for checked, failures in values for row in range(len(checked))]
+        flat = [value for checked, _ in values for value in checked]
+        columns = [score_column(flat, scorer.output), pa.array(errors, pa.string())]
+    return pa.record_batch(columns, _packed(scorer)).serialize().to_pybytes()  # type: ignore[no-any-return]
+
+
+def unpack(scorer: ScorerKnobs[..., Any], body: bytes) -> tuple[pa.Array, dict[int, str]]:
+    """What `pack` was given: the column, and what was wrong by row."""
+    rows = pa.ipc.read_record_batch(pa.py_buffer(body), _packed(scorer))
+    if scorer.per == "row" or rows.column(1).null_count == rows.num_rows:
+        return rows.column(0), {}
+    return rows.column(0), {row: text for row, text in enumerate(rows.column(1).to_pylist()) if text is not None}
+
+
+def _packed(scorer: ScorerKnobs[..., Any]) -> pa.Schema:
+    both = [pa.field("value", scorer.output), pa.field("error", pa.string())]
+    return pa.schema(both if scorer.per == "group" else both[:1])
+
+
+def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
+    function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
+    names = rows.schema.names
+    columns = [row_arguments(rows.column(name), scorer.signature.annotations[name]) for name in names]
+
+    def arguments(index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in zip(names, columns, strict=True)}
+
+    if scorer.signature.is_async:
+
+        async def call_async(index: int) -> Any:
+            return check(await function(**arguments(index), **given))
+
+        return call_async
+    return lambda index: check(function(**arguments(index), **given))
+
+
+def _group_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyArray) -> Call:
+    function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
+    annotations = scorer.signature.annotations
+
+    def arguments(index: int) -> dict[str, Any]:
+        size = int(starts[index + 1] - starts[index])
+        group = rows.slice(int(starts[index]), size)
+        return {name: group_argument(group.column(name), annotations[name]) for name in annotations}
+
+    def values(index: int, returned: Any) -> Any:
+        size = int(starts[index + 1] - starts[index])
+        return group_values(returned, size, check, scorer.signature.is_broadcast)
+
+    if scorer.signature.is_async:
+
+        async def call_async(index: int) -> Any:
+            return values(index, await function(**arguments(index), **given))
+
+        return call_async
+    return lambda index: values(index, function(**arguments(index), **given))
 
 
 def row_arguments(column: pa.Array, annotation: Any) -> list[Any]:
@@ -42,22 +121,6 @@ def group_argument(column: pa.Array, annotation: Any) -> Any:
     return row_arguments(column, item)
 
 
-def checker(output: pa.DataType) -> Check:
-    """What turns a returned value into one that can be stored; it raises Unscored for any other."""
-    if pa.types.is_floating(output):
-        return _checked_float
-    if pa.types.is_integer(output):
-        return _checked_int
-    if pa.types.is_boolean(output):
-        return lambda value: _checked_kind(value, bool)
-    if pa.types.is_string(output):
-        return _checked_text
-    if pa.types.is_list(output) and output.value_type == pa.float32():
-        return _checked_numbers
-    item = checker(output.value_type)
-    return lambda value: [item(each) for each in _checked_kind(value, list)]
-
-
 def group_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> tuple[list[Any], dict[int, str]]:
     """A group's answer as one value for each row, with what was wrong by row."""
     if returned is None:
@@ -67,7 +130,7 @@ def group_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> 
     is_flat = isinstance(returned, np.ndarray) and returned.ndim == 1
     values = returned.tolist() if is_flat else returned
     if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping | Set) or _is_single(values):
-        raise Unscored(f"returned {_shown(returned)} for {rows} rows; return one value for each")
+        raise Unscored(f"returned {shown(returned)} for {rows} rows; return one value for each")
     if len(values) != rows:
         raise Unscored(f"returned {len(values)} values for {rows} rows; return one for each")
     checked: list[Any] = []
@@ -103,103 +166,6 @@ def error_column(found: pa.Array, failures: Mapping[int, str]) -> pa.Array:
     mask[rows] = True
     texts = pa.array([failures[row] for row in rows], pa.string())
     return pc.replace_with_mask(found, pa.array(mask), texts)
-
-
-def describe(error: BaseException, code: CodeType) -> str:
-    """An exception as one line with the place in the function's file where it came from."""
-    if isinstance(error, Unscored):
-        return str(error)
-    try:
-        text = " ".join(str(error).split())
-    except Exception as second:
-        text = f"its message cannot be read: {type(second).__name__}"
-    if len(text) > _LONGEST_ERROR:
-        text = text[: _LONGEST_ERROR - 1] + "…"
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return f"{said} ({_place(error, code)})".encode("utf-8", "backslashreplace").decode()
-
-
-def _place(error: BaseException, code: CodeType) -> str:
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [frame for frame in frames if frame[0] == code.co_filename]
-    file, line = own[-1] if own else (code.co_filename, code.co_firstlineno)
-    return f"{os.path.basename(file)}:{line}"  # noqa: PTH119
-
-
-def _checked_float(value: Any) -> float:
-    if value.__class__ is not float:
-        value = _scalar(value)
-        if not isinstance(value, int | float):
-            raise Unscored(f"returned {_shown(value)}, which is no number; return a float, or None to skip")
-        try:
-            value = float(value)
-        except OverflowError:
-            value = math.inf
-    if not math.isfinite(value):
-        raise Unscored(f"returned {value}; return a finite number, or None to skip")
-    return value  # type: ignore[no-any-return]
-
-
-def _checked_int(value: Any) -> int:
-    value = _scalar(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise Unscored(f"returned {_shown(value)}, which is no int; return an int, or annotate it otherwise")
-    if value not in _INT64:
-        raise Unscored(f"returned {_shown(value)}, which does not fit 64 bits; return a smaller number")
-    return value
-
-
-def _checked_kind(value: Any, kind: type) -> Any:
-    value = _scalar(value)
-    if not isinstance(value, kind):
-        raise Unscored(f"returned {_shown(value)}, which is no {kind.__name__}; return one, or None to skip")
-    return value
-
-
-def _checked_text(value: Any) -> str:
-    text: str = _checked_kind(value, str)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Unscored("returned text that UTF-8 cannot hold; remove lone surrogates") from None
-    return text
-
-
-def _checked_numbers(value: Any) -> bytes:
-    """Numbers of one row as the bytes of float32."""
-    if value is None:
-        raise Unscored("skipped (returned None)")
-    try:
-        with np.errstate(over="ignore"):
-            numbers = np.asarray(value, np.float32)
-    except (TypeError, ValueError, OverflowError):
-        raise Unscored(f"returned {_shown(value)}, which is no array of numbers; return one") from None
-    if numbers.ndim != 1:
-        raise Unscored(f"returned an array of shape {numbers.shape}; return one number for each token")
-    if not np.isfinite(numbers).all():
-        raise Unscored("returned an array with NaN or infinity; return finite numbers, or None to skip")
-    return numbers.tobytes()
-
-
-def _scalar(value: Any) -> Any:
-    """Numpy's and torch's numbers as Python's; None is a skip."""
-    if value is None:
-        raise Unscored("skipped (returned None)")
-    if not isinstance(value, int | float | str | list) and hasattr(value, "item"):
-        try:
-            return value.item()
-        except (TypeError, ValueError, RuntimeError):
-            return value
-    return value
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:
-        text = "a value"
-    text = text if len(text) <= 60 else text[:59] + "…"
-    return f"{text} ({type(value).__name__})".encode("utf-8", "backslashreplace").decode()
 
 
 def _is_single(value: Any) -> bool:

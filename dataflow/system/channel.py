@@ -1,4 +1,7 @@
-"""Framed messages over a socket pair that only two processes hold: length, then what the codec made of the message."""
+"""Framed messages over a socket pair that only two processes hold: length, then what the codec made of the message.
+
+A message may have a body, bytes that no codec looks into; it stands before its message, with a length marked so.
+"""
 
 import array
 import contextlib
@@ -15,6 +18,8 @@ from dataflow.system.messages import Codec, MessageError
 
 LENGTH = struct.Struct("<Q")
 """What stands before each message."""
+BODY = 1 << 63
+"""Set in the length of a body."""
 _READ_BYTES = 1 << 18
 _RIGHTS_BYTES = socket.CMSG_LEN(16 * array.array("i").itemsize)
 """For the open files that come with one read."""
@@ -43,6 +48,8 @@ class Channel(Generic[M]):
         self._is_over = False
         self.files: deque[int] = deque()
         """Open files that came with messages, for the caller to take and to close."""
+        self.bodies: deque[bytes] = deque()
+        """Those of the messages that have one, in their order, for the caller to take."""
 
     @classmethod
     def pair(cls, codec: Codec[M], send_s: float = 0.0) -> "tuple[Channel[M], socket.socket]":
@@ -54,9 +61,9 @@ class Channel(Generic[M]):
         """For a poller."""
         return self._end.fileno()
 
-    def send(self, message: M) -> None:
+    def send(self, message: M, body: bytes | None = None) -> None:
         """Hand over a message. Raises OSError (TimeoutError, BrokenPipeError) when the peer does not take it."""
-        self.post(message)
+        self.post(message, body=body)
         if not self._out:
             return
         wait = Countdown(self._send_s)
@@ -66,12 +73,17 @@ class Channel(Generic[M]):
             elif wait.is_over:
                 raise TimeoutError("the other side does not read")
 
-    def post(self, message: M, files: Sequence[int] = ()) -> None:
-        """Have a message sent, with open files, as soon as the peer takes it: what it takes now, and later by `flush`.
+    def post(self, message: M, files: Sequence[int] = (), body: bytes | None = None) -> None:
+        """Have a message sent, with open files and a body, as soon as the peer takes it: what it takes now, and later
+        by `flush`.
 
-        Raises OSError when the peer is gone."""
+        Raises OSError when the peer is gone, MessageError where the body is too large."""
         data = self._codec.encode(message)
-        self._out.append((memoryview(LENGTH.pack(len(data)) + data), [os.dup(each) for each in files]))
+        frames = [LENGTH.pack(len(data)), data]
+        if body is not None:
+            self._check_size(len(body))
+            frames = [LENGTH.pack(len(body) | BODY), body, *frames]
+        self._out.append((memoryview(b"".join(frames)), [os.dup(each) for each in files]))
         self.flush()
 
     @property
@@ -142,6 +154,13 @@ class Channel(Generic[M]):
         self._out.clear()
         self.files.clear()
 
+    def _check_size(self, length: int) -> None:
+        if length > self._codec.max_bytes:
+            raise MessageError(
+                f"a message on a channel is too large; found {length} bytes, the bound is {self._codec.max_bytes}; "
+                f"send less at once"
+            )
+
     def _take_in(self) -> bool:
         """Read once; whether there may be more."""
         try:
@@ -156,16 +175,13 @@ class Channel(Generic[M]):
         self._inbox += data
         at = 0
         while len(self._inbox) - at >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._inbox, at)
-            if length > self._codec.max_bytes:
-                raise MessageError(
-                    f"a message on a channel is too large; found {length} bytes, the bound is {self._codec.max_bytes}; "
-                    f"send less at once"
-                )
+            (marked,) = LENGTH.unpack_from(self._inbox, at)
+            length = marked & ~BODY
+            self._check_size(length)
             stop = at + LENGTH.size + length
             if len(self._inbox) < stop:
                 break
-            self._frames.append(bytes(self._inbox[at + LENGTH.size : stop]))
+            (self.bodies if marked & BODY else self._frames).append(bytes(self._inbox[at + LENGTH.size : stop]))
             at = stop
         del self._inbox[:at]
         return len(data) == _READ_BYTES or bool(rights)  # a read ends behind open files

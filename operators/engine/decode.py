@@ -6,7 +6,6 @@ Axes: n active rows, I new prefixes, V vocabulary, k rows that ended.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,14 +20,13 @@ from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
 from operators.engine.finish_reasons import ABORTED, BROKEN
 from operators.engine.kv_cache import KVCache, default_budget, page_count
-from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for, youngest
+from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for
+from operators.engine.parking import Parked, to_park
 from operators.engine.prefill import Fused, NewRow, lay_out
-from operators.engine.read_rows import finished_rows, new_tokens
-from operators.engine.results import FinishedRow, Row, Start, begun, finished_row
+from operators.engine.results import EndedRollout, Row, Start, begun
 from operators.engine.rows import Rows, put
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
-from operators.models.errors import ModelError
 from operators.models.heap import trim_memory
 
 PREFILL_TOKENS = 4096
@@ -109,14 +107,14 @@ class Engine:
         self.rows = Rows(slots, context_tokens, self.device, fixed=graphs)
         self._draw = drawing(self.device)
         self._late = LateFlags(self.device, slots, 0 if record_mask else int(cuda) if lag is None else lag)
-        self._early: list[FinishedRow] = []
+        self._early: list[EndedRollout] = []
         self.graphed: GraphedDecode | None = None
         if graphs:
             self.graphed = GraphedDecode(
                 lambda tokens, at, layout: self._call(tokens, at, 0, layout), self._draw, self.rows, self.cache,
                 kernel, slots=slots, device=self.device,
             )  # fmt: skip
-        self.parked: deque[Row] = deque()
+        self.parked = Parked()
         self._born = 0
 
     @property
@@ -144,16 +142,16 @@ class Engine:
         return fitting(tokens, wanted, pages, idle=idle)
 
     @torch.inference_mode()
-    def step(self, starts: Sequence[Start] = ()) -> list[FinishedRow]:
+    def step(self, starts: Sequence[Start] = ()) -> list[EndedRollout]:
         """Draw one token for every active row and the first token of every row that starts.
 
         Rows of `starts` must fit (see `free` and `fitting`). Returns the rows that ended.
         """
         self._grow()
         active = self.rows.n
-        new, rows, tables = self._resume()
+        new, rows = self._resume() if self.parked else ([], [])
         for start in starts:
-            self._begin(start, new, rows, tables)
+            self._begin(start, new, rows)
         if not active and not new:
             return self._ended()
         if self.graphed is not None and not new and self._replayable():
@@ -161,7 +159,7 @@ class Engine:
         else:
             logits = self._forward(new)
             if rows:
-                self.rows.add(rows, tables)
+                self.rows.add(rows, [list(table) for prefix in new for table in prefix.tables])
             seen = self.rows.seen(self.vocabulary)
             drawn = self._draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
             if self._record_mask:
@@ -178,7 +176,7 @@ class Engine:
         sampled = self.rows.sampled()
         return isinstance(sampled, Sampling) and sampled.repetition_penalty == 1.0 and not self._record_mask
 
-    def _ended(self) -> list[FinishedRow]:
+    def _ended(self) -> list[EndedRollout]:
         """Rows found to have ended: `lag` steps ago, now for their length, or before, when it had to be known."""
         found, self._early = self._early, []
         late = self._rows_of(self._late.due())
@@ -195,16 +193,14 @@ class Engine:
         return np.nonzero(np.isin(self.rows.ticket[: self.rows.n], np.array(list(tickets), np.int64)))[0]
 
     @torch.inference_mode()
-    def abort(self, tickets: Collection[int]) -> list[FinishedRow]:
+    def abort(self, tickets: Collection[int]) -> list[EndedRollout]:
         """Take rollouts out as they are; tickets that are not live are passed over."""
         self._settle()
         gone = set(tickets)
-        aside = [row for row in self.parked if row.ticket in gone]
-        self.parked = deque(row for row in self.parked if row.ticket not in gone)
         rows = self._rows_of(gone)
-        found = self.rows.taken(rows)
+        found = [*self.parked.take_out(gone), *self.rows.taken(rows)]
         self._release(rows)
-        return [finished_row(row, ABORTED) for row in (*aside, *found)]
+        return [row.ended(ABORTED) for row in found]
 
     @torch.inference_mode()
     def progress(self, ticket: int) -> Row | None:
@@ -218,7 +214,7 @@ class Engine:
     @torch.inference_mode()
     def new_tokens(self, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
         """By ticket, what live rollouts have drawn beyond their first `since(ticket)` tokens, if `least` or more."""
-        return new_tokens(self.rows, self.parked, self._late.lag, since, least)
+        return self.parked.new_tokens(since, least) + self.rows.new_tokens(self._late.lag, since, least)
 
     @torch.inference_mode()
     def adopted(self, version: int) -> None:
@@ -242,7 +238,7 @@ class Engine:
     @torch.inference_mode()
     def close(self) -> None:
         """Give up all rows."""
-        self.parked.clear()
+        self.parked = Parked()
         self._release(np.arange(self.rows.n))
 
     def _grow(self) -> None:
@@ -255,49 +251,37 @@ class Engine:
                 break
             before = rows.n
             self._settle()
-            if rows.n < before:
-                continue
-            owned = [sum(self.pages.holders(page) == 1 for page in pages) for pages in rows.pages]
-            chosen = youngest(rows.age[: rows.n].tolist(), owned, short)
-            if not chosen:
-                raise ModelError(f"one row has outgrown the KV-cache of {self.pages.count} pages; lower its limit")
-            self._park(np.array(chosen))
+            if rows.n == before:
+                self._park(to_park(rows, self.pages, short))
         if len(needy):
             for row, page in zip(needy.tolist(), self.pages.take(len(needy)), strict=True):
                 rows.give_page(row, page)
             rows.place_pages(needy)
 
-    def _resume(self) -> tuple[list[Prefix], list[Row], list[list[int]]]:
-        """Parked rows that go on in this step, the oldest first: their prefixes, themselves, their pages."""
+    def _resume(self) -> tuple[list[Prefix], list[Row]]:
+        """Parked rows that go on in this step: their prefixes, themselves."""
         new: list[Prefix] = []
         rows: list[Row] = []
-        tables: list[list[int]] = []
         tokens = 0
-        while self.parked and self.rows.n + len(rows) < self.slots and tokens < PREFILL_TOKENS:
-            row = self.parked[0]
-            needed = pages_for(len(row.tokens) + 1)
-            if needed > self.pages.available - self.rows.n - len(rows) and (self.rows.n or rows):
-                break
-            self.parked.popleft()
-            prefix = row.tokens.ids.astype(np.int64)
-            new.append(self._prefix(prefix, 1))
+        for row in self.parked.due(self.rows, self.pages):
+            new.append(self._prefix(row.tokens.ids.astype(np.int64), 1))
             rows.append(row)
-            tables += [list(table) for table in new[-1].tables]
             tokens += new[-1].new
-        return new, rows, tables
+            if tokens >= PREFILL_TOKENS:
+                break
+        return new, rows
 
-    def _begin(self, start: Start, new: list[Prefix], rows: list[Row], tables: list[list[int]]) -> None:
+    def _begin(self, start: Start, new: list[Prefix], rows: list[Row]) -> None:
         """A prompt's rollouts join the step; those that have drawn before join the next, as parked ones do."""
         self._watch(start.stop)
         every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
         self._born += len(every)
         fresh = [row for row in every if len(row.tokens) == row.start]
-        self.parked += [row for row in every if len(row.tokens) > row.start]
+        if len(fresh) < len(every):
+            self.parked.add(row for row in every if len(row.tokens) > row.start)
         if fresh:
-            prefix = self._prefix(np.asarray(start.prompt, np.int64), len(fresh))
-            new.append(prefix)
+            new.append(self._prefix(np.asarray(start.prompt, np.int64), len(fresh)))
             rows += fresh
-            tables += [list(table) for table in prefix.tables]
 
     def _prefix(self, tokens: AnyArray, rows: int) -> Prefix:
         """Pages for the rows that begin with these tokens: known ones, shared new ones, each row's own."""
@@ -354,13 +338,13 @@ class Engine:
         )
         return output.logits[0]  # type: ignore[no-any-return]
 
-    def _take(self, rows: AnyArray, behind: int) -> list[FinishedRow]:
+    def _take(self, rows: AnyArray, behind: int) -> list[EndedRollout]:
         """Take the rows that ended out of the batch; those that only might have hit a stop string stay.
 
         behind: tokens that these rows have drawn since, which are cut off.
         """
         with self._late.behind() if behind else contextlib.nullcontext():
-            rows, finished = finished_rows(self.rows, rows, self._ends, behind)
+            rows, finished = self.rows.ended(rows, self._ends, behind)
         broken = [row for row, found in zip(rows.tolist(), finished, strict=True) if found.reason == BROKEN]
         if broken:
             self._burn(broken)
@@ -377,7 +361,7 @@ class Engine:
 
     def _park(self, rows: AnyArray) -> None:
         """Take rows out of the batch, to go on later with a prefix that is computed anew."""
-        self.parked = deque(sorted([*self.parked, *self.rows.taken(rows)], key=lambda row: row.age))
+        self.parked.add(self.rows.taken(rows))
         self._release(rows)
 
     def _release(self, rows: AnyArray) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from dataflow.folder.partial_rollouts import PartialRollout
-    from operators.engine.results import FinishedRow, Row, Start
+    from operators.engine.results import EndedRollout, Row, Start
 
 
 class DecodingEngine(Protocol):
@@ -49,10 +49,10 @@ class DecodingEngine(Protocol):
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
         """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take."""
 
-    def step(self, starts: Sequence[Start] = ()) -> list[FinishedRow]:
+    def step(self, starts: Sequence[Start] = ()) -> list[EndedRollout]:
         """One token for every row; the rows that ended."""
 
-    def abort(self, tickets: Collection[int]) -> list[FinishedRow]:
+    def abort(self, tickets: Collection[int]) -> list[EndedRollout]:
         """Take rollouts out as they are."""
 
     def progress(self, ticket: int) -> Row | None:

@@ -52,21 +52,6 @@ def fitting(tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, i
     return (count, whole + count) if count > 0 else (0, 0)
 
 
-def youngest(ages: Sequence[int], owned: Sequence[int], wanted: int) -> list[int]:
-    """Rows to park so that at least `wanted` pages come free: the youngest first, never the oldest of all.
-
-    ages: by row, larger for rows that started later. owned: pages that only this row holds.
-    """
-    order = sorted(range(len(ages)), key=lambda row: -ages[row])
-    chosen: list[int] = []
-    for row in order[:-1]:
-        if wanted <= 0:
-            break
-        chosen.append(row)
-        wanted -= owned[row]
-    return chosen
-
-
 class Pages:
     """Free pages, how many rows hold each of the others, and which prefixes are still to be found in them."""
 

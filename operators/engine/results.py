@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
-from dataflow.rollout_tokens import RolloutTokens, SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 
@@ -48,20 +49,27 @@ class Row:
     sampling: Sampling
     stop: StopStrings | None
 
+    def ended(self, reason: int, text: str | None = None) -> EndedRollout:
+        """As one that ends here."""
+        return EndedRollout(tokens=self.tokens, start=self.start, reason=reason, ticket=self.ticket, text=text)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRow:
-    """A row that ended."""
+class EndedRollout:
+    """A rollout that ended."""
 
-    ticket: int
     tokens: RolloutTokens
     """Prompt and completion."""
     start: int
     """Tokens of the prompt."""
     reason: int
     """STOPPED, TOO_LONG, BROKEN or ABORTED."""
+    ticket: int = -1
+    """The caller's number of it; of one that no engine drew, -1."""
     text: str | None = None
-    """The completion before its stop string, where it ended at one."""
+    """The completion, where it is not simply its tokens: before a stop string, or as it was given."""
+    error: str | None = None
+    """What failed, where it is not the model."""
 
 
 def begun(start: Start, age: int, sampling: Sampling, stop: StopStrings | None, *, masks: bool) -> list[Row]:
@@ -82,8 +90,3 @@ def begun(start: Start, age: int, sampling: Sampling, stop: StopStrings | None, 
         )
         for i, rollout in enumerate(partial)
     ]  # fmt: skip
-
-
-def finished_row(row: Row, reason: int, text: str | None = None) -> FinishedRow:
-    """A row outside the batch that ends for this reason."""
-    return FinishedRow(ticket=row.ticket, tokens=row.tokens, start=row.start, reason=reason, text=text)

@@ -6,15 +6,19 @@ Tables stand by slot, and a row keeps its slot. Axes: S slots, n live rows, T po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
-from dataflow.rollout_tokens import RolloutTokens, SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
+from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.pages import PAGE, pages_for
-from operators.engine.results import Row
+from operators.engine.results import EndedRollout, Row
 from operators.engine.sampling import RowSampling, Sampling
 from operators.engine.stop_strings import StopStrings
 
@@ -268,6 +272,59 @@ class Rows:
             mask = None if masks is None else SamplingMask.of(masks[: length - start], before=start)
             ids, logprobs, versions = (table[place, :length].copy() for table in drawn)
             found.append(RolloutTokens(ids, np.arange(length) >= start, logprobs, versions, mask))
+        return found
+
+    def ended(self, at: AnyArray, ends: AnyArray, behind: int = 0) -> tuple[AnyArray, list[EndedRollout]]:
+        """Which of the rows `at` have ended, and what they wrote; rows that only might have hit a stop string have not.
+
+        ends: tokens that end a row, bool [V]. behind: tokens that these rows have drawn since, which are cut off.
+        """
+        lengths, starts = self.lengths[at] - behind, self.starts[at].copy()
+        tickets = self.ticket[at]
+        drawn = self.drawn(at)
+        tokens, logprobs, _ = drawn
+        last = np.arange(len(at)), lengths - 1
+        broken = ~np.isfinite(logprobs[last])
+        stopped = ends[tokens[last]] & ~broken
+        too_long = lengths >= self.limits[at]
+        texts: dict[int, str] = {}
+        for i in np.nonzero(~broken & ~stopped)[0]:
+            stop = self.stop[at[i]]
+            text = stop.find(tokens[i, starts[i] : lengths[i]]) if stop is not None else None
+            if text is not None:
+                texts[int(i)] = text
+                stopped[i] = True
+        which = np.nonzero(broken | stopped | too_long)[0]
+        reasons = np.where(broken, BROKEN, np.where(stopped, STOPPED, TOO_LONG))
+        written = self.rollouts(at[which], drawn, which, behind + broken[which])
+        return at[which], [
+            EndedRollout(
+                ticket=int(tickets[i]), tokens=tokens, start=int(starts[i]), reason=int(reasons[i]), text=texts.get(i)
+            )
+            for i, tokens in zip(which.tolist(), written, strict=True)
+        ]  # fmt: skip
+
+    def new_tokens(self, behind: int, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
+        """By ticket, the tokens beyond the first `since(ticket)` of a completion, where they are `least` or more.
+
+        behind: newest tokens of each row in the batch that may come after its end, and are left out.
+        """
+        counts = self.lengths - self.starts - behind
+        at = np.nonzero(counts >= least)[0]
+        known = np.array([since(ticket) for ticket in self.ticket[at].tolist()], np.int64)
+        due = counts[at] - known >= least
+        at, known = at[due], known[due]
+        if not len(at):
+            return []
+        starts = self.starts[at]
+        tokens, logprobs, versions = self.between(at, starts + known, starts + counts[at])
+        bounds = np.concatenate([[0], np.cumsum(counts[at] - known)]).tolist()
+        found = []
+        for row, begin, (first, end) in zip(at.tolist(), known.tolist(), itertools.pairwise(bounds), strict=True):
+            masks, cut = self.masks[row], slice(first, end)
+            mask = None if masks is None else SamplingMask.of(masks[begin : begin + end - first])
+            drawn = RolloutTokens.drawn(tokens[cut], logprobs[cut], versions[cut], mask)
+            found.append((int(self.ticket[row]), PartialRollout(begin=begin, tokens=drawn)))
         return found
 
     def remove(self, rows: AnyArray) -> list[list[int]]:

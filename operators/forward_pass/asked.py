@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.records import AnyArray
-from dataflow.rollout_tokens import SamplingMask
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.training.learner.learner import Forward
 
 

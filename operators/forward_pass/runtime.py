@@ -13,8 +13,17 @@ import pyarrow.compute as pc
 import torch
 
 from dataflow.errors import DeadlineError
-from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, VERSIONS, AnyArray, group_slices, version_column
-from dataflow.rollout_tokens import gather
+from dataflow.records import (
+    DROP_REASON,
+    ERROR,
+    LOGPROBS,
+    MASK,
+    VERSIONS,
+    AnyArray,
+    gather,
+    group_slices,
+    version_column,
+)
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.values import error_column
 from dataflow.worker.acknowledgements import Share

@@ -21,38 +21,16 @@ from dataflow.records import (
     SAMPLING_MASK,
     AnyArray,
 )
-from dataflow.rollout_tokens import RolloutTokens
 from dataflow.runtime import Batch
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.worker.acknowledgements import Share
 from operators.engine.finish_reasons import BROKEN, STOPPED
-from operators.engine.results import FinishedRow
+from operators.engine.results import EndedRollout
 
 REASONS = ("stop", "length", "error")
 """Finish reasons by the engine's codes."""
 
 NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and loss"
-
-
-@dataclass(slots=True)
-class EndedRollout:
-    """One rollout that ended."""
-
-    tokens: RolloutTokens
-    """Prompt and completion."""
-    start: int
-    """Tokens of the prompt."""
-    reason: int
-    text: str | None = None
-    """The completion, where it is not simply its tokens."""
-    error: str | None = None
-    is_written: bool = False
-    """Whether its end is on the disk."""
-
-    def beyond(self, tokens: int) -> PartialRollout:
-        """All that it drew after so many tokens, and why it ended."""
-        return PartialRollout(
-            begin=tokens, tokens=self.tokens[self.start + tokens :], finish_reason=REASONS[self.reason], text=self.text
-        )
 
 
 @dataclass(slots=True)
@@ -81,6 +59,8 @@ class PromptGroup:
     """Of what is on the disk of its rollouts; None where nothing is written down."""
     written: list[int] = field(default_factory=list)
     """Tokens of each completion that are on the disk."""
+    written_ends: set[int] = field(default_factory=set)
+    """Positions of rollouts whose end is."""
     partial: dict[int, PartialRollout] = field(default_factory=dict)
     """By position, what rollouts that have no slot yet drew in an earlier process."""
     order: list[int] = field(default_factory=list)
@@ -103,9 +83,12 @@ class PromptGroup:
                 self.partial[position] = rollout
                 continue
             self.rows[position] = EndedRollout(
-                RolloutTokens.joined([RolloutTokens.given(self.prompt), rollout.tokens]), len(self.prompt),
-                REASONS.index(rollout.finish_reason), rollout.text, is_written=True,
-            )  # fmt: skip
+                tokens=RolloutTokens.joined([RolloutTokens.given(self.prompt), rollout.tokens]),
+                start=len(self.prompt),
+                reason=REASONS.index(rollout.finish_reason),
+                text=rollout.text,
+            )
+            self.written_ends.add(position)
             self.left -= 1
             self.unstarted -= 1
         left = [position for position, row in enumerate(self.rows) if row is None]
@@ -118,24 +101,28 @@ class PromptGroup:
             return []
         found = []
         for position, row in enumerate(self.rows):
-            if row is not None and not row.is_written and row.reason != BROKEN:
-                row.is_written = True
-                found.append((position, row.beyond(self.written[position])))
+            if row is not None and position not in self.written_ends and row.reason != BROKEN:
+                self.written_ends.add(position)
+                begin, reason = self.written[position], REASONS[row.reason]
+                tokens = row.tokens[row.start + begin :]
+                found.append(
+                    (position, PartialRollout(begin=begin, tokens=tokens, finish_reason=reason, text=row.text))
+                )
         return found
 
     def fail(self, error: str) -> None:
         """End all its rollouts with this error, before any token."""
-        self.rows = [EndedRollout(RolloutTokens.joined(()), 0, BROKEN, "", error)] * self.size
+        none = EndedRollout(tokens=RolloutTokens.joined(()), start=0, reason=BROKEN, text="", error=error)
+        self.rows = [none] * self.size
         self.unstarted = self.left = 0
 
 
-def collect(finished: Sequence[FinishedRow], tickets: dict[int, tuple[PromptGroup, int]]) -> list[PromptGroup]:
-    """Give each finished row to its group; the groups that are complete by it."""
+def collect(ended: Sequence[EndedRollout], tickets: dict[int, tuple[PromptGroup, int]]) -> list[PromptGroup]:
+    """Give each rollout to its group; the groups that are complete by it."""
     complete = []
-    for row in finished:
+    for row in ended:
         group, position = tickets.pop(row.ticket)
-        error = NOT_FINITE.format(len(row.tokens) - row.start) if row.reason == BROKEN else None
-        group.rows[position] = EndedRollout(row.tokens, row.start, row.reason, row.text, error)
+        group.rows[position] = row
         group.left -= 1
         if not group.left:
             complete.append(group)
@@ -160,12 +147,18 @@ def rollouts(
         POSITION: pa.array(position),
         COMPLETION: pa.array(_texts(rows, tokenizer, ends), pa.string()),
         FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
-        ERROR: pa.array([row.error for row in rows], pa.string()),
+        ERROR: pa.array([_error(row) for row in rows], pa.string()),
     }
     batch = _prompt_rows(groups, sizes)
     for name in (*ROLLOUT_COLUMNS, *((SAMPLING_MASK,) if masks else ())):
         batch = batch.append_column(name, made[name])
     return batch
+
+
+def _error(row: EndedRollout) -> str | None:
+    if row.reason != BROKEN:
+        return None
+    return NOT_FINITE.format(len(row.tokens) - row.start) if row.error is None else row.error
 
 
 def _prompt_rows(groups: Sequence[PromptGroup], sizes: AnyArray) -> pa.RecordBatch:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.rollout_tokens import KINDS, RolloutTokens, SamplingMask
 from dataflow.system.messages import Codec
+from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
 
 MESSAGE_BYTES = 1 << 36
 """A step's rows may be large; who holds the other end is a process of this run."""

@@ -1,6 +1,5 @@
 """`code_reward`: runs the program in a completion against its row's tests, in a sandbox and nowhere else."""
 
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,8 @@ from dataflow.errors import GraphError
 from dataflow.records import Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.scorer import Scorer
-from dataflow.scoring.runtime import Scoring, caller_of
+from dataflow.scoring.callers import caller_of
+from dataflow.scoring.runtime import Scoring
 from operators.rewards.code_tests import program_in, read_cases
 from operators.sandbox import Limits, fault, run
 
@@ -74,7 +74,8 @@ class CodeScorer(Scorer[..., Any]):
 class _Judging(Scoring):
     """Scoring whose function answers with a reward and a note."""
 
-    def _written(self, records: pa.RecordBatch, values: Sequence[Any]) -> pa.RecordBatch:
+    def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
+        values = scores.to_pylist()
         rewards = [None if value is None else float(value[0]) for value in values]
         notes = [None if value is None else value[1] for value in values]
         name = self._scorer.name

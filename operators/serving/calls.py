@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED
 from operators.serving.errors import ApiError
 from operators.serving.exchanges import Exchange

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from dataflow.errors import RecordError
 from dataflow.records import ERROR, ROLLOUT_ID, schema
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.serving.rows import COLUMNS, PARENT_ROLLOUT_ID, REUSED_TOKENS
 
 

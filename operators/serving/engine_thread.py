@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from dataflow.errors import DeadlineError, RunError
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import ABORTED, BROKEN
 from operators.engine.interface import DecodingEngine
 from operators.serving.work import News, Work
 
 if TYPE_CHECKING:
-    from operators.engine.results import FinishedRow
+    from operators.engine.results import EndedRollout
 
 PAUSE = 4
 """Between two looks at the rollouts that stream passes at least this many times the time that a look takes."""
@@ -259,7 +259,7 @@ class EngineThread:
             stop=work.stop,
         )
 
-    def _end(self, finished: Sequence[FinishedRow]) -> None:
+    def _end(self, finished: Sequence[EndedRollout]) -> None:
         """Tell of rollouts that ended."""
         for row in finished:
             work = self._by_ticket.pop(row.ticket)

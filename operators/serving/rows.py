@@ -13,7 +13,7 @@ import xxhash
 
 from dataflow import records
 from dataflow.records import Columns
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 
 SESSION_ID = "session_id"
 REQUEST_ID = "request_id"

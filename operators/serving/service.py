@@ -18,7 +18,7 @@ import structlog
 import xxhash
 
 from dataflow.errors import RunError
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import ABORTED
 from operators.serving.bounds import Bounds, Budget
 from operators.serving.calls import Call, CallPrompt, Choice

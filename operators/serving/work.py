@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.records import AnyArray
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 
 
 @dataclass(frozen=True)

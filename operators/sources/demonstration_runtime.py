@@ -10,12 +10,13 @@ import numpy as np
 
 from dataflow.model import Model
 from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT
-from dataflow.rollout_tokens import RolloutTokens
 from dataflow.runtime import Batch, Runtime
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.worker.acknowledgements import Share
 from operators.engine.finish_reasons import STOPPED
+from operators.engine.results import EndedRollout
 from operators.engine.stop_strings import end_tokens
-from operators.generation.groups import EndedRollout, PromptGroup, rollouts
+from operators.generation.groups import PromptGroup, rollouts
 from operators.generation.tokenize import encode
 from operators.models.errors import ModelError
 from operators.models.loading import load_configs, load_tokenizer
@@ -113,4 +114,4 @@ class DemonstrationRuntime(Runtime):
                 f"the demonstration is too long: it has {len(whole)} tokens and the context has room for "
                 f"{self._context_tokens}; shorten it, or raise context_tokens"
             )
-        return EndedRollout(whole, len(prompt), STOPPED, answer)
+        return EndedRollout(tokens=whole, start=len(prompt), reason=STOPPED, text=answer)

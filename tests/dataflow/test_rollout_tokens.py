@@ -6,7 +6,8 @@ import pytest
 
 from dataflow.errors import RecordError
 from dataflow.records import MASK, ROLLOUT_ID, SAMPLING_MASK
-from dataflow.rollout_tokens import COLUMNS, KINDS, RolloutTokens, SamplingMask
+from dataflow.tokens.rollout_tokens import COLUMNS, KINDS, RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
 
 
 def rollout(prompt: int, drawn: int, version: int = 3, masks: bool = True) -> RolloutTokens:

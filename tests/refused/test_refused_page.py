@@ -11,7 +11,7 @@ ROOMS = ("dataflow/planning", "operators/engine", "operators/training", "operato
 ELSEWHERE = {
     "operators/engine/attention.py", "operators/engine/cuda/paged_attention.py", "operators/engine/native/attention.py",
     "operators/engine/native/fused.py",  # kernels, which only the engine calls
-    "operators/engine/decode.py", "operators/engine/stop_strings.py",  # requests
+    "operators/engine/parking.py", "operators/engine/stop_strings.py",  # requests
     "operators/training/retrain.py",  # a replay
     "operators/training/runtime.py",  # `check` says it first
 }  # fmt: skip

@@ -18,7 +18,7 @@ from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel import group
 from operators.engine.parallel.member import RankEngine, state_of
 from operators.engine.parallel.messages import Abort, Adopted, Digest, Digests, Prompt, Step
-from operators.engine.results import FinishedRow, Start
+from operators.engine.results import EndedRollout, Start
 from operators.engine.sleep import put_aside
 from operators.engine.stop_strings import StopStrings
 from operators.models.read_weights import RankMemory
@@ -57,13 +57,13 @@ class Lockstep:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, starts: Sequence[Start] = ()) -> list[FinishedRow]:
+    def step(self, starts: Sequence[Start] = ()) -> list[EndedRollout]:
         """As `Engine.step`, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
         with self._together(f"step {self._engine.steps + 1}"):
             self._tell(Step(state_of(self._engine), tuple(map(Prompt.of, starts))))
             return self._engine.step(starts)
 
-    def abort(self, tickets: Collection[int]) -> list[FinishedRow]:
+    def abort(self, tickets: Collection[int]) -> list[EndedRollout]:
         """As `Engine.abort`, on all ranks."""
         with self._together("an abort"):
             self._tell(Abort(tuple(map(int, tickets))))

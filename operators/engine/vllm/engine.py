@@ -25,7 +25,7 @@ from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.records import AnyArray
 from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
-from operators.engine.results import FinishedRow, Row, Start, finished_row
+from operators.engine.results import EndedRollout, Row, Start
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.live import Live
@@ -97,7 +97,7 @@ class VllmEngine:
         self._deadline_s = deadline_s
         self._ends = frozenset(end_tokens)
         self._rows: dict[int, Live] = {}
-        self._ended: list[FinishedRow] = []
+        self._ended: list[EndedRollout] = []
         self._gone: list[int] = []
         self._unanswered = 0
         self._born = 0
@@ -173,7 +173,7 @@ class VllmEngine:
         """
         return wanted, 0
 
-    def step(self, starts: Sequence[Start] = ()) -> list[FinishedRow]:
+    def step(self, starts: Sequence[Start] = ()) -> list[EndedRollout]:
         """Have vLLM start rollouts and make one more step; the rollouts known to have ended.
 
         Raises WorkerDied when vLLM's process ended, failed, or did not answer within the deadline.
@@ -188,11 +188,11 @@ class VllmEngine:
             self._settle(0)
         return self._take()
 
-    def abort(self, tickets: Collection[int]) -> list[FinishedRow]:
+    def abort(self, tickets: Collection[int]) -> list[EndedRollout]:
         """Take rollouts out with what they have drawn; tickets that are not live are passed over."""
         rows = [self._rows.pop(ticket).row() for ticket in tickets if ticket in self._rows]
         self._gone += [row.ticket for row in rows]
-        return [finished_row(row, ABORTED) for row in rows]
+        return [row.ended(ABORTED) for row in rows]
 
     def progress(self, ticket: int) -> Row | None:
         """A live rollout as it is now; None when it has ended or never started."""
@@ -284,9 +284,9 @@ class VllmEngine:
         """A rollout has ended; vLLM hears of it with the next step, in case it goes on."""
         del self._rows[live.ticket]
         self._gone.append(live.ticket)
-        self._ended.append(finished_row(live.row(), reason, text))
+        self._ended.append(live.row().ended(reason, text))
 
-    def _take(self) -> list[FinishedRow]:
+    def _take(self) -> list[EndedRollout]:
         """The rollouts that have ended since the last time."""
         found, self._ended = self._ended, []
         return found

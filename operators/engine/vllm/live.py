@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.results import Row, Start
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings

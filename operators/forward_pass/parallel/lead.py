@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dataflow.rollout_tokens import SamplingMask
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.forward_pass.parallel.messages import Compute
 from operators.ranks import group
 from operators.ranks.exchange import Exchange

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
-from dataflow.rollout_tokens import SamplingMask
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.ranks.messages import Numbers, codec_of
 from operators.ranks.weights import KINDS
 from operators.training.learner.packing import TokenTree

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dataflow.rollout_tokens import SamplingMask
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.models.errors import ModelError
 from operators.training.learner.packed_attention import ATTENTION, computing, on_device, packed_inputs
 from operators.training.learner.packed_probe import probe, switch_to_packed

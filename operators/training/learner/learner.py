@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dataflow.errors import Unusable
 from dataflow.limits import Limits
-from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, VALUES
-from dataflow.rollout_tokens import SamplingMask, gather
+from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, VALUES, gather
 from dataflow.staleness import NO_TOKEN
+from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.weight_ends import WeightsOut
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction

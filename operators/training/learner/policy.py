@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataflow.rollout_tokens import SamplingMask
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.training.learner.head import Shape, logprobs_of_hidden
 from operators.training.learner.head_module import HeadModule
 from operators.training.learner.logprobs import Wanted, logprobs_of_logits

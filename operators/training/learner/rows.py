@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow import records
-from dataflow.records import AnyArray
-from dataflow.rollout_tokens import COLUMNS, RolloutTokens, one_chunk, per_token
+from dataflow.records import AnyArray, one_chunk, per_token
 from dataflow.staleness import oldest_versions
+from dataflow.tokens.rollout_tokens import COLUMNS, RolloutTokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.rollout_tokens import gather
+from dataflow.records import gather
 from dataflow.system.messages import Plain
 from operators.ranks.messages import Numbers, Tokens, codec_of
 from operators.training.learner.nonfinite import NotFinite

@@ -23,7 +23,7 @@ from operators.training.parallel.shared_heads import share
 
 if TYPE_CHECKING:
     from dataflow.model import Model
-    from dataflow.rollout_tokens import SamplingMask
+    from dataflow.tokens.sampling_mask import SamplingMask
     from operators.models.slices import Outline
     from operators.training.knobs import TrainerKnobs
     from operators.training.learner.learner import Forward, Learner

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
-from dataflow.rollout_tokens import KINDS, RolloutTokens, SamplingMask
 from dataflow.system.files import RunFolderError
+from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
 
 
 def stretch(begin: int, count: int, version: int = 0, masks: bool = False, **ended: str) -> PartialRollout:

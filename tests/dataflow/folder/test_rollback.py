@@ -9,9 +9,9 @@ import pytest
 from dataflow.folder.finished import Finished
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
 from dataflow.folder.rollback import take_out_abandoned
-from dataflow.rollout_tokens import RolloutTokens
 from dataflow.staleness import newest_versions
 from dataflow.system.files import RunFolderError
+from dataflow.tokens.rollout_tokens import RolloutTokens
 
 EARLIER = "0-part1-0-0.prompts"
 

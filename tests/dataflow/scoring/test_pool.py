@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from dataflow.scoring.calls import Call, Settings
-from dataflow.scoring.pool import Pool
+from dataflow.scoring.pool import Answer, Pool
 from dataflow.scoring.process import Chunk, Piece, pieces_of
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -93,6 +94,16 @@ def prepare_tasks(payload: bytes) -> Call:
     return call
 
 
+def pack(values: list[Any]) -> bytes:
+    return json.dumps(values).encode()
+
+
+def answered(answer: Answer) -> dict[int, Any]:
+    """The value of each of its calls, or what went wrong with it."""
+    made = [call for call in answer.calls if call not in answer.failures]
+    return dict(zip(made, json.loads(answer.body or "[]"), strict=True)) | dict(answer.failures)
+
+
 def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -102,7 +113,7 @@ def pool(kind: str = "one", **settings: Any) -> Iterator[Pool]:
     is_async = kind == "tasks"
     made = Pool(
         Settings(
-            prepare=prepare_tasks if is_async else prepare, describe=describe, is_async=is_async,
+            prepare=prepare_tasks if is_async else prepare, pack=pack, describe=describe, is_async=is_async,
             **{"timeout_s": 0.2, "memory_mb": 64, **KINDS[kind], **settings},
         )
     )  # fmt: skip
@@ -126,9 +137,9 @@ def answers(pool: Pool, words: list[str]) -> list[Any]:
         select.select([pool.fileno()], [], [], 0.02)
         for answer in pool.poll():
             assert answer.job == job
-            for call, value in zip(answer.calls, answer.values, strict=True):
-                assert call not in got, "a call was answered twice"
-                got[call] = answer.failures.get(call, value)
+            found = answered(answer)
+            assert not got.keys() & found.keys(), "a call was answered twice"
+            got |= found
     return [got[call] for call in range(len(words))]
 
 
@@ -264,7 +275,7 @@ def _drain(made: Pool) -> list[Any]:
         select.select([made.fileno()], [], [], 0.02)
         for answer in made.poll():
             assert not answer.failures
-            got += answer.values
+            got += answered(answer).values()
     return got
 
 

@@ -6,7 +6,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Ar
 from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.pool import Answer
+from dataflow.scoring.process import Encode
 from dataflow.scoring.runtime import Scoring
+from dataflow.scoring.values import pack
 
 
 def f_float(x: str) -> float:
@@ -283,10 +285,14 @@ class FakeCaller:
 
     ready: list[Answer] = field(default_factory=list)
     jobs: int = 0
+    restarts: int = 0
 
     open_calls = 0
 
-    def submit(self, calls: int, encode: Callable[[int, int], bytes]) -> int:
+    def waits(self) -> Sequence[int]:
+        return ()
+
+    def submit(self, calls: int, encode: Encode) -> int:
         self.jobs += 1
         return self.jobs - 1
 
@@ -295,7 +301,7 @@ class FakeCaller:
         return ready
 
     def answer(self, job: int, values: Mapping[int, float]) -> None:
-        self.ready.append(Answer(job, list(values), list(values.values()), {}))
+        self.ready.append(Answer(job, list(values), {}, pack(scorer(f_float_of_completion), list(values.values()))))
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -334,6 +340,18 @@ def test_whole_groups_leave_without_waiting_for_a_slow_one() -> None:
     (last,) = runtime.work() or []
     assert (groups([last]), last.source, last.origin) == ([1, 1], "prompts", "generator")
     assert (runtime.pending(), events) == (0, ["ack"])
+
+
+@pytest.mark.parametrize("parts", [({2: 2.0, 0: 0.0, 1: 1.0},), ({1: 1.0}, {2: 2.0, 0: 0.0})])
+def test_each_row_has_its_own_score_in_whatever_order_and_parts_they_come(
+    parts: tuple[Mapping[int, float], ...],
+) -> None:
+    runtime, caller, _ = fake()
+    runtime.push(Batch("prompts", rows(["x"] * 3, group=3)))
+    for values in parts:
+        caller.answer(0, values)
+    (made,) = runtime.work() or []
+    assert made.records.column("f_float_of_completion").to_pylist() == [0.0, 1.0, 2.0]
 
 
 def test_a_later_batch_may_overtake_an_earlier_one() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dataflow.system.channel import LENGTH, Channel
+from dataflow.system.channel import BODY, LENGTH, Channel
 from dataflow.system.messages import Codec, MessageError
 
 
@@ -89,6 +89,23 @@ def test_a_peer_that_does_not_read_is_waited_for_up_to_a_deadline(ends):
 def test_what_is_no_message_is_refused(ends, junk):
     ends[0]._end.sendall(junk)
     with pytest.raises(MessageError, match=".*; .*"):
+        ends[1].receive(5.0)
+
+
+def test_bodies_come_with_their_messages_in_their_order(ends):
+    ends[0].post(Note(1), body=b"of one")
+    ends[0].send(Note(2))
+    ends[0].send(Note(3), b"")
+    ends[0].post(Note(4), body=bytes(1 << 10))
+    assert [ends[1].receive(5.0), *ends[1].arrived()] == [Note(1), Note(2), Note(3), Note(4)]
+    assert [*ends[1].bodies] == [b"of one", b"", bytes(1 << 10)]
+
+
+def test_a_body_that_is_too_large_is_refused_on_both_sides(ends):
+    with pytest.raises(MessageError, match=f"found {(1 << 26) + 1} bytes, the bound is {1 << 26}; send less"):
+        ends[0].post(Note(1), body=bytes((1 << 26) + 1))
+    ends[0]._end.sendall(LENGTH.pack(BODY | 1 << 40))
+    with pytest.raises(MessageError, match=f"found {1 << 40} bytes"):
         ends[1].receive(5.0)
 
 

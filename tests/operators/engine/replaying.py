@@ -12,7 +12,7 @@ import torch
 from log_distribution import log_distribution
 
 from operators.engine.decode import Engine
-from operators.engine.results import FinishedRow, Start
+from operators.engine.results import EndedRollout, Start
 from operators.engine.sampling import Sampling
 
 
@@ -75,7 +75,7 @@ def recomputed(
     return found
 
 
-def _collect(finished: Sequence[FinishedRow], found: dict[int, dict[str, Any]]) -> None:
+def _collect(finished: Sequence[EndedRollout], found: dict[int, dict[str, Any]]) -> None:
     for row in finished:
         assert row.ticket not in found, "a rollout came out twice"
         mask = row.tokens.sampling_mask

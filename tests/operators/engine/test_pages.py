@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from operators.engine.kv_cache import page_count
-from operators.engine.pages import PAGE, Pages, pages_for, youngest
+from operators.engine.pages import PAGE, Pages, pages_for
+from operators.engine.parking import youngest
 from operators.models.errors import ModelError
 
 

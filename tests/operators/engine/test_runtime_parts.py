@@ -143,7 +143,8 @@ def test_rollouts_that_ended_while_siblings_go_on_are_kept_with_their_text_and_r
     rows = segments(first, 3)
     ended = {
         (group.group_id, position): row
-        for group, _ in first._tickets.values() for position, row in enumerate(group.rows) if row and row.is_written
+        for group, _ in first._tickets.values() for position, row in enumerate(group.rows)
+        if position in group.written_ends
     }  # fmt: skip
     assert len(ended) > 3 and {row.reason for row in ended.values()} == {0}
     assert any(row.text is not None for row in ended.values())

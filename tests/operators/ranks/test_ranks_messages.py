@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dataflow.rollout_tokens import KINDS, RolloutTokens, SamplingMask
+from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.engine.parallel.messages import CODEC, Prompt, Step
 from operators.ranks.messages import Tokens
 

@@ -13,9 +13,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
-from operators.engine.results import Row, finished_row
+from operators.engine.results import Row
 from operators.serving.app import make_app
 from operators.serving.serve import attend, bind, make_service
 
@@ -108,7 +108,7 @@ class ScriptedEngine:
             full = len(start.prompt) + len(drawn) >= start.limit
             if token == END or text is not None or full:
                 reason = TOO_LONG if token != END and text is None else STOPPED
-                ended.append(finished_row(self._row(ticket), reason))
+                ended.append(self._row(ticket).ended(reason))
                 del self.rows[ticket]
         return ended
 
@@ -117,7 +117,7 @@ class ScriptedEngine:
         self.aborted += tickets
         for ticket in tickets:
             self.rows.pop(ticket, None)
-        return [finished_row(row, ABORTED) for row in found]
+        return [row.ended(ABORTED) for row in found]
 
     def progress(self, ticket):
         return self._row(ticket) if ticket in self.rows else None

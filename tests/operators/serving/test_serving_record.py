@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from dataflow.errors import RecordError, RunError
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.serving.conversations import conversations
 from operators.serving.rows import COLUMNS, CallGroup, Completion, Numbers, rows_of
 from operators.serving.sink import RolloutLog, read_rollouts

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_rig import END, byte_tokenizer
 
-from dataflow.rollout_tokens import RolloutTokens
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
 from operators.serving.calls import Call, CallPrompt, Choice
 from operators.serving.requests import parse

@@ -21,7 +21,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from dataflow.rollout_tokens import SamplingMask
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.training.learner import head, policy
 from operators.training.learner.head import Shape, logprobs_of_hidden, slice_width
 from operators.training.learner.logprobs import Wanted, logprobs_of_logits

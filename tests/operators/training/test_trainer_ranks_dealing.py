@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_rig import group, rows_of
 
-from dataflow.rollout_tokens import RolloutTokens, SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.ranks.messages import Numbers
 from operators.training.learner.learner import Prepared
 from operators.training.learner.packing import pack

@@ -9,7 +9,8 @@ import numpy as np
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.rollout_tokens import RolloutTokens, SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
 from operators.engine.parallel.messages import CODEC, Prompt, Settings, Step
 from operators.engine.results import Start
 from operators.engine.sampling import Sampling
