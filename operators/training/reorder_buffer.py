@@ -8,7 +8,6 @@ import pyarrow as pa
 
 from dataflow.records import group_slices
 from dataflow.runtime import Batch
-from dataflow.worker.acknowledgements import Share
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,13 @@ class ReorderBuffer:
 
     def add(self, batch: Batch) -> int:
         """Take the groups of a batch in, releasing those that were here before; the number of new rows."""
-        slices = group_slices(batch.records)
-        share = Share(batch.ack, batch.early, len(slices))
         new = 0
-        for group_id, first, count in slices:
+        for group_id, first, count in group_slices(batch.records):
             if group_id < self.following or group_id in self._held or group_id in self._holes:
-                share.release(group_id)
+                batch.release(group_id)
                 continue
             records = batch.records.slice(first, count)
-            self._held[group_id] = QueuedGroup(group_id, records, partial(share.release, group_id))
+            self._held[group_id] = QueuedGroup(group_id, records, partial(batch.release, group_id))
             new += count
         self.rows += new
         return new

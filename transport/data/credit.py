@@ -7,6 +7,8 @@ unacknowledged. A window is a statement, not a token, so a lost or repeated mess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from transport.errors import BatchTooLarge
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credit:
@@ -55,6 +57,16 @@ class Holding:
 def cost(rows: int, size_bytes: int) -> Credit:
     """What a batch takes: never nothing, so that the number of batches is bounded too."""
     return Credit(rows=max(1, rows), bytes=max(1, size_bytes))
+
+
+def check_fits(batch: Credit, capacity: Credit, *, edge: str) -> None:
+    """Raise BatchTooLarge for what a receiver will never take."""
+    if not batch.within(capacity):
+        raise BatchTooLarge(
+            f"a batch on edge '{edge}' can never be sent; got {batch.rows} rows and {batch.bytes} bytes, the receiver "
+            f"holds {capacity.rows} and {capacity.bytes}; send less at once, or raise capacity_rows and capacity_bytes "
+            f"of the receiver"
+        )
 
 
 def may_send(batch: Credit, used: Credit, window: Credit) -> bool:
