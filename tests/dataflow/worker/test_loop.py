@@ -568,3 +568,16 @@ def test_a_runtime_hears_of_every_group_that_has_an_outcome_and_of_no_other(tmp_
     while outlet.owed:
         outlet.acknowledge()
     assert sorted(events.of("forgot")) == [("forgot", "source", group) for group in range(4)]
+
+
+def test_rows_of_no_group_are_acknowledged_and_neither_pushed_nor_sent() -> None:
+    events = Events()
+
+    class Empty(Script):
+        def work(self) -> list[Batch] | None:
+            made = super().work()
+            return None if made is None else [Batch(batch.source, batch.records.slice(0, 0)) for batch in made]
+
+    outlet = FakeOutlet(events)
+    turn_until_still(loop_of(Empty(events), FakeInlet(events, rows(), rows(1)), outlet))
+    assert events.of("pushed", "sent", "acked") == [("acked",), ("pushed", 1), ("acked", 1)]

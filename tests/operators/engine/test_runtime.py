@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 from replaying import recomputed, replayed
+from rigs.batches import whole
 from rigs.columns import check_columns
 
 from dataflow.model import Model
@@ -68,7 +69,8 @@ def prompts(texts, source="train", *, first=0, sizes=None, min_version=0, acked=
             "answer": pa.array([f"answer {first + i}" for i in range(count)]),
         }
     )
-    return Batch(source, records, ack=lambda: acked.append((source, first)) if acked is not None else None)
+    told = whole(records, lambda: acked.append((source, first)) if acked is not None else None)
+    return Batch(source, records, release=told)
 
 
 @pytest.fixture
