@@ -224,11 +224,10 @@ class NodeLoop:
     def _queue(self, made: list[Batch]) -> None:
         for batch in made:
             groups = [group for group, _, _ in group_slices(batch.records)]
-            if not groups:
-                continue
-            if batch.source in self._finished:
+            if groups and batch.source in self._finished:
                 self._finished[batch.source].append(batch.records)
-            self._put(batch.source, batch.records, groups)
+            if groups:
+                self._put(batch.source, batch.records, groups)
 
     def _put(self, source: str, records: pa.RecordBatch, groups: list[int]) -> None:
         """Have rows sent to every outlet of their source."""
