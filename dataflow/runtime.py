@@ -10,7 +10,7 @@ import pyarrow as pa
 import structlog
 
 from dataflow.limits import Limits
-from dataflow.records import Columns
+from dataflow.records import Columns, group_slices
 from dataflow.staleness import Bound
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 
@@ -30,11 +30,14 @@ class Batch:
     records: pa.RecordBatch
     origin: str = ""
     """The node that sent them."""
-    ack: Callable[[], None] = field(default=lambda: None, compare=False)
-    """Called by the runtime once all that these rows led to has been returned from `work`."""
-    early: Callable[[int], None] = field(default=lambda group_id: None, compare=False)
-    """Called with a group of which that is true before it is of all; the last is told by `ack`. So no group waits for
-    those that it travelled with."""
+    release: Callable[[int], None] = field(default=lambda group_id: None, compare=False)
+    """Called by the runtime with each of its groups, once all that the group led to has been returned from `work`: no
+    group waits for those that it travelled with."""
+
+    def ack(self) -> None:
+        """Release all of its groups that were not."""
+        for group_id, _, _ in group_slices(self.records):
+            self.release(group_id)
 
 
 class Runtime:
@@ -51,7 +54,7 @@ class Runtime:
         return 0
 
     def push(self, batch: Batch) -> None:
-        """Take a batch in; it stays the runtime's until `batch.ack` is called."""
+        """Take a batch in; a group stays the runtime's until `batch.release` is called with it."""
         raise TypeError(f"{type(self).__name__} takes no input")
 
     def work(self) -> list[Batch] | None:

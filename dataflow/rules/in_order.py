@@ -10,7 +10,7 @@ class InOrder(Generic[T]):
     """Groups by number.
 
     >>> held = InOrder[str]()
-    >>> held.add(1, "b"), held.take(), held.add(0, "a"), held.take(), held.take(), held.add(0, "a")
+    >>> held.put(1, "b"), held.take(), held.put(0, "a"), held.take(), held.take(), held.put(0, "a")
     (True, None, True, 'a', 'b', False)
     """
 
@@ -31,7 +31,7 @@ class InOrder(Generic[T]):
         """Whether the next group is here."""
         return self.following in self._held
 
-    def add(self, number: int, group: T) -> bool:
+    def put(self, number: int, group: T) -> bool:
         """Take one in; False for one that was here before, or that was never to come."""
         if number < self.following or number in self._held or number in self._holes:
             return False
@@ -40,11 +40,10 @@ class InOrder(Generic[T]):
 
     def take(self) -> T | None:
         """The next in order; None while it is not here."""
-        if self.following not in self._held:
-            return None
-        group = self._held.pop(self.following)
-        self.following += 1
-        self._pass_holes()
+        group = self._held.pop(self.following, None)
+        if group is not None:
+            self.following += 1
+            self._pass_holes()
         return group
 
     def rest(self) -> list[T]:

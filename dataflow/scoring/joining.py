@@ -39,7 +39,6 @@ class JoinRuntime(Runtime):
         self._origins = context.origins
         self._columns = context.columns
         self._parts: dict[tuple[str, int], dict[str, tuple[pa.RecordBatch, Batch]]] = collections.defaultdict(dict)
-        self._open: dict[int, list[object]] = {}
 
     def room(self) -> int:
         """Bounded by the branches' own credit: a full branch must not keep the other one out."""
@@ -49,7 +48,6 @@ class JoinRuntime(Runtime):
         """Cut the batch into its groups."""
         ids = batch.records.column(GROUP_ID)
         groups = pc.unique(ids).to_pylist()
-        self._open[id(batch)] = [batch, len(groups)]
         for group in groups:
             rows = batch.records.filter(pc.equal(ids, group))
             self._parts[batch.source, group][batch.origin] = (rows, batch)
@@ -61,19 +59,12 @@ class JoinRuntime(Runtime):
             parts = self._parts.pop((source, group))
             made.append(Batch(source, self._merge(source, [parts[o][0] for o in self._origins[source]])))
             for _, batch in parts.values():
-                self._close(batch)
+                batch.release(group)
         return made or None
 
     def pending(self) -> int:
         """Groups that some branch still owes."""
         return len(self._parts)
-
-    def _close(self, batch: Batch) -> None:
-        entry = self._open[id(batch)]
-        entry[1] = int(entry[1]) - 1  # type: ignore[call-overload]
-        if not entry[1]:
-            del self._open[id(batch)]
-            batch.ack()
 
     def _merge(self, source: str, parts: list[pa.RecordBatch]) -> pa.RecordBatch:
         ids = parts[0].column(ROLLOUT_ID)

@@ -4,33 +4,27 @@ So acknowledgements run from end to end: a prompt's comes back to its source onl
 dropped or evaluated. What has no outcome yet stands unacknowledged with every node that it has passed, and comes again
 to a node that restarts. What comes twice is known by its group, and done once.
 
-Pure: calls in, calls of `ack` out; no socket, no clock.
+Pure: calls in, calls of what acknowledges rows out; no socket, no clock.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 Group = tuple[str, int]
 """Source and group_id."""
 
 
-class Share:
-    """Acknowledges rows that came together once none of their groups is needed, and before that each that is not."""
+@dataclass(slots=True)
+class Held:
+    """One group at one node: it is let go of when neither the runtime nor a next node has anything of it."""
 
-    def __init__(self, ack: Callable[[], None], early: Callable[[int], None], groups: int) -> None:
-        """groups: how many there are; with none they are acknowledged at once."""
-        self._ack, self._early, self._left = ack, early, groups
-        if not groups:
-            ack()
-
-    def release(self, group_id: int) -> None:
-        """One of them is not needed."""
-        self._left -= 1
-        if self._left:
-            self._early(group_id)
-        else:
-            self._ack()
+    inside: set[str] = field(default_factory=set)
+    """Sending nodes whose rows of it the runtime is not done with."""
+    under_way: int = 0
+    """Acknowledgements that next nodes owe."""
+    acks: dict[tuple[str, str], Callable[[], None]] = field(default_factory=dict)
+    """By sending node and sender, which is one of its replicas: acknowledges its rows of the delivery that stands for
+    it."""
 
 
 @dataclass
@@ -44,76 +38,62 @@ class Acknowledgements:
 
     released: Callable[[Group], None] = lambda group: None
     """Told of every group that the next nodes are done with."""
-    _shares: dict[Group, dict[tuple[str, str], Share]] = field(default_factory=dict)
-    """By group, sending node and sender, which is one of its replicas: the delivery that stands for it."""
-    _inside: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """Source, origin, group: those that the runtime is not done with."""
-    _under_way: Counter[Group] = field(default_factory=Counter)
-    """Acknowledgements that next nodes owe."""
+    _held: dict[Group, Held] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._shares)
-
-    def groups(self, source: str) -> list[int]:
-        """Those of a source that this node answers for."""
-        return sorted({number for of, number in [*self._shares, *self._under_way] if of == source})
+        return len(self._held)
 
     def oldest(self) -> dict[str, int]:
         """By source, the first group that the runtime is not done with."""
         found: dict[str, int] = {}
-        for source, _, number in self._inside:
-            found[source] = min(number, found.get(source, number))
+        for (source, number), held in self._held.items():
+            if held.inside:
+                found[source] = min(number, found.get(source, number))
         return found
 
-    def arrive(
-        self, source: str, origin: str, groups: Iterable[int], ack: Callable[[], None], sender: str = "",
-        early: Callable[[int], None] = lambda group: None,
-    ) -> list[int]:  # fmt: skip
+    def arrive(self, source: str, origin: str, acks: Mapping[int, Callable[[], None]], sender: str = "") -> list[int]:
         """Take a delivery's groups in; those that are new, which the runtime is to do.
 
-        ack: called with the last of them that nobody needs any more; early: with each before that.
+        acks: by group, what acknowledges its rows; called once, when nobody needs them any more.
         """
-        numbers = list(groups)
-        share = Share(ack, early, len(numbers))
         new = []
-        for number in numbers:
-            known = self._shares.setdefault((source, number), {})
-            if not any(node == origin for node, _ in known):
+        for number, ack in acks.items():
+            held = self._held.setdefault((source, number), Held())
+            if not any(node == origin for node, _ in held.acks):
                 new.append(number)
-                self._inside[source, origin, number] += 1
-            before = known.get((origin, sender))
-            known[origin, sender] = share
+                held.inside.add(origin)
+            before = held.acks.get((origin, sender))
+            held.acks[origin, sender] = ack
             if before is not None:
-                before.release(number)
+                before()
         return new
 
     def sent(self, source: str, groups: Iterable[int], receivers: int) -> None:
         """Groups leave for so many next nodes."""
-        if receivers:
-            self._under_way.update({(source, number): receivers for number in groups})
+        for number in groups if receivers else ():
+            self._held.setdefault((source, number), Held()).under_way += receivers
 
     def acknowledged(self, source: str, groups: Iterable[int]) -> None:
         """One of the next nodes is done with these."""
         for number in groups:
-            group = (source, number)
-            self._under_way[group] -= 1
-            if not self._under_way[group]:
-                del self._under_way[group]
-                self._settle(group)
+            self._held[source, number].under_way -= 1
+            self._settle((source, number))
 
     def done(self, source: str, origin: str, groups: Iterable[int]) -> None:
         """The runtime has returned all that these groups led to."""
         for number in groups:
-            del self._inside[source, origin, number]
+            self._held[source, number].inside.remove(origin)
             self._settle((source, number))
+
+    def inside(self, source: str) -> bool:
+        """Whether the runtime is not done with some group of a source."""
+        return any(held.inside for (of, _), held in self._held.items() if of == source)
 
     def _settle(self, group: Group) -> None:
         """Let go of a group that neither the runtime nor a next node has."""
-        source, number = group
-        shares = self._shares.get(group, {})
-        if group in self._under_way or any((source, origin, number) in self._inside for origin, _ in shares):
-            return
-        self._shares.pop(group, None)
-        for share in shares.values():
-            share.release(number)
-        self.released(group)
+        held = self._held[group]
+        if not held.under_way and not held.inside:
+            del self._held[group]
+            for ack in held.acks.values():
+                ack()
+            self.released(group)

@@ -6,9 +6,9 @@ What comes in is acknowledged when the next nodes have acknowledged all that it 
 
 import collections
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,12 +21,15 @@ from dataflow.runtime import Batch, Runtime
 from dataflow.worker.acknowledgements import Acknowledgements
 from dataflow.worker.turns import Turns
 
+Acked: TypeAlias = Callable[[Iterable[int]], None]
+"""Called with rows of a batch, by their number in it, once they are acknowledged: with each row once."""
+
 
 class Inlet(Protocol):
     """The receiving end of an edge (transport.data.Receiver)."""
 
     def receive(self, timeout_s: float = 0.0) -> Any | None:
-        """A delivery with `batch`, `sender`, `ack` and `ack_rows`, or None."""
+        """A delivery with `batch`, `sender`, `ack_rows` and `ack`, or None."""
 
     def poll(self) -> None:
         """Take in what arrived, answer the senders."""
@@ -42,12 +45,8 @@ class Inlet(Protocol):
 class Outlet(Protocol):
     """The sending end of an edge (transport.data.Sender)."""
 
-    def send(
-        self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None,
-        acked_rows: Callable[[int, int], None] = lambda first, count: None,
-    ) -> bool:  # fmt: skip
-        """False when there is no credit now; then nothing was taken. acked: called when it is acknowledged; acked_rows:
-        with the first and the number of rows that are before the rest."""
+    def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
+        """False when there is no credit now; then nothing was taken."""
 
     def poll(self) -> None:
         """Take in grants and acknowledgements."""
@@ -72,38 +71,6 @@ def whole_groups(records: pa.RecordBatch, most_rows: int, most_bytes: int) -> li
             start = last
         last = end
     return [*parts, records.slice(start)]
-
-
-class _Sent:
-    """A batch that was sent: which of its groups the next node has not acknowledged."""
-
-    def __init__(self, records: pa.RecordBatch, acknowledged: Callable[[list[int]], None]) -> None:
-        self._left = {first: group for group, first, _ in group_slices(records)}
-        self._acknowledged = acknowledged
-
-    def acked(self) -> None:
-        groups, self._left = [*self._left.values()], {}
-        self._acknowledged(groups)
-
-    def acked_rows(self, first: int, count: int) -> None:
-        self._acknowledged([self._left.pop(at) for at in range(first, first + count) if at in self._left])
-
-
-class _Taken:
-    """Groups of a delivery that the runtime has, and those that it is done with before the rest."""
-
-    def __init__(self, groups: list[int], done: Callable[[list[int]], None], over: Callable[[], None]) -> None:
-        self._left, self._done, self._over = dict.fromkeys(groups), done, over
-
-    def ack(self) -> None:
-        groups, self._left = list(self._left), {}
-        self._over()
-        self._done(groups)
-
-    def early(self, group_id: int) -> None:
-        if group_id in self._left:
-            del self._left[group_id]
-            self._done([group_id])
 
 
 class NodeLoop:
@@ -150,14 +117,12 @@ class NodeLoop:
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
         self._marks, self._span, self._clock = marks or {}, span, clock
         self.turns = turns
-        self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, _Sent]] = collections.deque()
+        self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Acked]] = collections.deque()
         self._finished = finished or {}
         self._settled = settled
         self.acknowledgements = Acknowledgements(released=self._forget)
         self._done: list[tuple[str, str, list[int]]] = []
-        """Source, origin and groups of deliveries that the runtime acknowledged."""
-        self._inside: collections.Counter[str] = collections.Counter()
-        """Deliveries by source that the runtime has not acknowledged."""
+        """Source, origin and groups that the runtime released."""
         self._over: set[str] = set()
         """Sources whose end was passed on."""
         self._told_end = False
@@ -230,44 +195,39 @@ class NodeLoop:
 
     def _take(self, source: str, origin: str, delivery: Any) -> None:
         """Push what is new of a delivery; what was finished before leaves at once, what has an outcome is let go."""
-        groups, new = self._arrive(source, origin, delivery)
+        new = self._arrive(source, origin, delivery)
         settled = set() if self._settled is None else set(self._settled(source, new))
         found = self._found(source, [group for group in new if group not in settled])
-        if settled or found:
-            self._send_on(source, found)
-            self._done.append((source, origin, [*settled, *found]))
-            new = [group for group in new if group not in settled and group not in found]
-        if new or not groups:
+        for group, rows in found.items():
+            self._put(source, rows, [group])
+        left = {group for group in new if group not in settled and group not in found}
+        self._done.append((source, origin, [group for group in new if group not in left]))
+        if left:
             rows = delivery.batch
-            if len(new) < len(groups):
-                rows = rows.filter(pc.is_in(rows.column(GROUP_ID), pa.array(new, pa.int64())))
-            taken = self._taken(source, origin, new)
-            self.runtime.push(Batch(source, rows, origin, taken.ack, taken.early))
+            mine = pc.is_in(rows.column(GROUP_ID), pa.array(sorted(left), pa.int64()))
+            rows = rows if pc.all(mine).as_py() else rows.filter(mine)
+            self.runtime.push(Batch(source, rows, origin, partial(self._release, source, origin, left)))
 
-    def _arrive(self, source: str, origin: str, delivery: Any) -> tuple[list[int], list[int]]:
-        """All groups of a delivery, and those that are new."""
-        rows_of = {group: (first, count) for group, first, count in group_slices(delivery.batch)}
+    def _arrive(self, source: str, origin: str, delivery: Any) -> list[int]:
+        """Answer for the groups of a delivery from now on; those that are new."""
+        acks = {group: partial(delivery.ack_rows, *rows) for group, *rows in group_slices(delivery.batch)}
+        if not acks:
+            delivery.ack()
+        return self.acknowledgements.arrive(source, origin, acks, delivery.sender)
 
-        def early(group: int) -> None:
-            delivery.ack_rows(*rows_of[group])
-
-        groups = list(rows_of)
-        return groups, self.acknowledgements.arrive(source, origin, groups, delivery.ack, delivery.sender, early)
-
-    def _taken(self, source: str, origin: str, groups: list[int]) -> _Taken:
-        self._inside[source] += 1
-
-        def over() -> None:
-            self._inside[source] -= 1
-
-        return _Taken(groups, lambda done: self._done.append((source, origin, done)), over)
+    def _release(self, source: str, origin: str, left: set[int], group: int) -> None:
+        """The runtime is done with a group; left: those of its batch with which it was not."""
+        if group in left:
+            left.remove(group)
+            self._done.append((source, origin, [group]))
 
     def _queue(self, made: list[Batch]) -> None:
         for batch in made:
             groups = [group for group, _, _ in group_slices(batch.records)]
-            if batch.source in self._finished and groups:
+            if groups and batch.source in self._finished:
                 self._finished[batch.source].append(batch.records)
-            self._put(batch.source, batch.records, groups)
+            if groups:
+                self._put(batch.source, batch.records, groups)
 
     def _put(self, source: str, records: pa.RecordBatch, groups: list[int]) -> None:
         """Have rows sent to every outlet of their source."""
@@ -277,19 +237,14 @@ class NodeLoop:
         outlets = self._outlets.get(source, ())
         self.acknowledgements.sent(source, groups, len(outlets))
         for part in whole_groups(records, self._most_rows.get(source, _MOST_ROWS), self._most_bytes):
-            self._outbox += [
-                (outlet, part, _Sent(part, partial(self.acknowledgements.acknowledged, source))) for outlet in outlets
-            ]
+            acked = partial(self._acked, source, {first: group for group, first, _ in group_slices(part)})
+            self._outbox += [(outlet, part, acked) for outlet in outlets]
 
     def _found(self, source: str, groups: list[int]) -> dict[int, pa.RecordBatch]:
         """Those of some groups that were finished before."""
         finished = self._finished.get(source)
         found = {group: finished.find(group) for group in groups} if finished is not None else {}
         return {group: rows for group, rows in found.items() if rows is not None}
-
-    def _send_on(self, source: str, found: Mapping[int, pa.RecordBatch]) -> None:
-        for group, rows in found.items():
-            self._put(source, rows, [group])
 
     def _forget(self, group: tuple[str, int]) -> None:
         """Nobody needs what was kept of a group that has an outcome."""
@@ -301,15 +256,19 @@ class NodeLoop:
     def _flush(self) -> bool:
         moved = False
         while self._outbox:
-            outlet, part, sent = self._outbox[0]
-            if not outlet.send(part, acked=sent.acked, acked_rows=sent.acked_rows):
+            outlet, part, acked = self._outbox[0]
+            if not outlet.send(part, acked):
                 break
             self._outbox.popleft()
             moved = True
         return moved
 
+    def _acked(self, source: str, firsts: Mapping[int, int], rows: Iterable[int]) -> None:
+        """The next node is done with rows; firsts: of each group, by its first row."""
+        self.acknowledgements.acknowledged(source, [firsts[row] for row in rows if row in firsts])
+
     def _settle(self) -> None:
-        """Count what the runtime acknowledged as done, after all that it returned is on its way."""
+        """Count what the runtime released as done, after all that it returned is on its way."""
         done, self._done = self._done, []
         for source, origin, groups in done:
             self.acknowledgements.done(source, origin, groups)
@@ -327,8 +286,7 @@ class NodeLoop:
         for source, origin, inlet in self._inlets:
             while (delivery := inlet.receive()) is not None:
                 moved = True
-                _, new = self._arrive(source, origin, delivery)
-                self.acknowledgements.done(source, origin, new)
+                self.acknowledgements.done(source, origin, self._arrive(source, origin, delivery))
         return moved
 
     def _end(self) -> bool:
@@ -348,8 +306,8 @@ class NodeLoop:
 
     def _source_over(self, source: str) -> bool:
         """Whether all rows of a source have come and all that they led to has left, found rows as well as made ones."""
-        has_left = not self._outbox and not self._inside[source]
-        return has_left and all(inlet.finished for of, _, inlet in self._inlets if of == source)
+        all_came = all(inlet.finished for of, _, inlet in self._inlets if of == source)
+        return all_came and not self._outbox and not self.acknowledgements.inside(source)
 
     def _end_sources(self, sources: Collection[str]) -> bool:
         ending = [source for source in sources if source in self._outlets and source not in self._over]

@@ -29,7 +29,7 @@ from dataflow.worker.weight_ports import (
     shards_reader,
     shards_writer,
 )
-from transport.data import LocalNetwork, Receiver, Sender, SocketNetwork, keep_freed_memory
+from transport.data import LocalInlet, LocalOutlet, Receiver, Sender, SocketNetwork, keep_freed_memory
 
 if TYPE_CHECKING:
     from transport.weights import FlatLayout
@@ -52,11 +52,12 @@ class Ports:
         self._nodes = set(nodes)
         self._lines = WeightLines(graph, plan, nodes, settings)
         self._edges = edges(graph)
-        self.inlets: dict[str, Receiver] = {}
-        self._outlets: dict[str, Sender] = {}
+        self._receivers: dict[str, Receiver] = {}
+        self._senders: dict[str, Sender] = {}
+        self._local: dict[str, tuple[LocalInlet, LocalOutlet]] = {}
+        """Of the edges that begin and end here."""
         self._weights: list[Any] = []
         self._hubs: dict[str, Any] = {}
-        self._local = LocalNetwork()
         keys = RunKeys.from_plain(settings.keys)
         self._to_receive = SocketNetwork(keys=keys.receivers if keys else None)
         self._to_send = SocketNetwork(keys=keys.senders if keys else None)
@@ -67,30 +68,42 @@ class Ports:
         if self._settings.sockets:
             keep_freed_memory()
         for edge in host.incoming():
-            local = edge.producer in self._nodes
-            receiving = functools.partial(
+            if edge.producer in self._nodes:
+                inlet = LocalInlet(
+                    edge=edge.name, schema=schema(edge.columns), sender=f"{edge.producer}-{self._settings.replica}",
+                    capacity_rows=self._capacity(edge), capacity_bytes=CAPACITY_BYTES,
+                )  # fmt: skip
+                self._local[edge.name] = inlet, LocalOutlet(inlet, most_rows=edge.most_rows)
+                continue
+            receiver = self._receivers[edge.name] = self._listening(edge, functools.partial(
                 Receiver, edge=edge.name, schema=schema(edge.columns), capacity_rows=self._capacity(edge),
-                capacity_bytes=CAPACITY_BYTES, max_message_bytes=self._plan.message_bytes,
-                network=self._local if local else self._to_receive,
+                capacity_bytes=CAPACITY_BYTES, max_message_bytes=self._plan.message_bytes, network=self._to_receive,
                 senders=self._settings.senders.get(edge.name, self._plan.placements[edge.producer].replicas),
-            )  # fmt: skip
-            receiver = receiving(address=edge.name) if local else self._listening(edge, receiving)
-            self.inlets[edge.name] = receiver
-            if not local:
-                addresses[edge.name] = reachable(receiver.address)
+            ))  # fmt: skip
+            addresses[edge.name] = reachable(receiver.address)
         return addresses
+
+    @property
+    def inlets(self) -> Mapping[str, Receiver | LocalInlet]:
+        """By edge that ends here."""
+        return {**self._receivers, **{edge: inlet for edge, (inlet, _) in self._local.items()}}
+
+    @property
+    def outlets(self) -> Mapping[str, Sender | LocalOutlet]:
+        """By edge that begins here."""
+        return {**self._senders, **{edge: outlet for edge, (_, outlet) in self._local.items()}}
 
     def open_outlets(self, host: Host, addresses: Mapping[str, list[str]]) -> Mapping[str, Any]:
         """Connect the edges that begin here."""
         for edge in host.outgoing():
-            local = edge.consumer in self._nodes
-            self._outlets[edge.name] = Sender(
-                edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}", epoch=self._settings.attempt,
-                schema=schema(edge.columns), receivers=[edge.name] if local else addresses[edge.name],
-                network=self._local if local else self._to_send, most_rows=edge.most_rows,
-                peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
-            )  # fmt: skip
-        return self._outlets
+            if edge.consumer not in self._nodes:
+                self._senders[edge.name] = Sender(
+                    edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}",
+                    epoch=self._settings.attempt, schema=schema(edge.columns), receivers=addresses[edge.name],
+                    network=self._to_send, most_rows=edge.most_rows,
+                    peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
+                )  # fmt: skip
+        return self.outlets
 
     @property
     def lines(self) -> Mapping[str, WeightLine]:
@@ -104,41 +117,41 @@ class Ports:
     def move(self, receivers: Mapping[str, str], before: Mapping[str, Sequence[str]]) -> None:
         """By edge that begins here, a receiver was started again, and listens elsewhere now than ever before."""
         for edge, address in receivers.items():
-            outlet = self._outlets[edge]
+            outlet = self._senders[edge]
             for known in set(before[edge]) & set(outlet.receivers):
                 outlet.move_receiver(known, address)
 
     def expect(self, senders: Mapping[str, int]) -> None:
         """By edge that ends here, how many senders it has had in all."""
         for edge, count in senders.items():
-            self.inlets[edge].expect(count)
+            self._receivers[edge].expect(count)
 
     def over(self, senders: Mapping[str, int]) -> None:
         """By edge that ends here, a replica whose stream the attempt before this one had to its end."""
         for edge in self._edges:
             if edge.name in senders:
-                self.inlets[edge.name].over(f"{edge.producer}-{senders[edge.name]}")
+                self._receivers[edge.name].over(f"{edge.producer}-{senders[edge.name]}")
 
     def add(self, receivers: Mapping[str, str]) -> None:
         """Send to another receiver too, by edge; one that is known is known."""
         for edge, address in receivers.items():
-            if address not in self._outlets[edge].receivers:
-                self._outlets[edge].add_receiver(address)
+            if address not in self._senders[edge].receivers:
+                self._senders[edge].add_receiver(address)
 
     def retire(self, receivers: Mapping[str, str]) -> None:
         """Send nothing new to a receiver, by edge; it hears that its stream has ended."""
         for edge, address in receivers.items():
-            if address in self._outlets[edge].receivers:
-                self._outlets[edge].retire_receiver(address)
+            if address in self._senders[edge].receivers:
+                self._senders[edge].retire_receiver(address)
 
     def gone(self, receivers: Mapping[str, str]) -> bool:
         """Whether such receivers have acknowledged all, and know the end."""
-        return not any(address in self._outlets[edge].receivers for edge, address in receivers.items())
+        return not any(address in self._senders[edge].receivers for edge, address in receivers.items())
 
     @property
     def drained(self) -> bool:
         """Whether all that was sent is acknowledged and, once finished, every receiver knows the end."""
-        return all(outlet.drained for outlet in self._outlets.values())
+        return all(outlet.drained for outlet in self.outlets.values())
 
     def writer_of(self, trainer: str, refresh: Refresh | None = None) -> OpensWriter:
         """Opens the trainer's end of one of its weight planes; of several ranks, that of the first."""
@@ -195,15 +208,16 @@ class Ports:
 
     def sockets(self) -> list[Any]:
         """What may become readable."""
-        ends: list[Receiver | Sender] = [*self.inlets.values(), *self._outlets.values()]
+        ends: list[Receiver | Sender] = [*self._receivers.values(), *self._senders.values()]
         weights = [end.socket for end in self._weights if end.socket is not None]
         return [socket for end in ends for socket in end.sockets] + weights
 
     def depths(self) -> dict[str, tuple[int, int]]:
         """Rows received and not acknowledged, and the capacity, of the edges that end here."""
+        inlets = self.inlets
         return {
-            edge.name: (self.inlets[edge.name].depth[0], edge.most_rows or edge.capacity_rows)
-            for edge in self._edges if edge.name in self.inlets
+            edge.name: (inlets[edge.name].depth[0], edge.most_rows or edge.capacity_rows)
+            for edge in self._edges if edge.name in inlets
         }  # fmt: skip
 
     def close(self) -> None:
@@ -212,7 +226,7 @@ class Ports:
             with contextlib.suppress(OSError):
                 leave(end)
         self._lines.close()
-        data: list[Any] = [*self._outlets.values(), *self.inlets.values()]
+        data: list[Any] = [*self._senders.values(), *self._receivers.values()]
         for edge in data:
             with contextlib.suppress(OSError):
                 edge.close()

@@ -26,7 +26,6 @@ from dataflow.records import (
 )
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.values import error_column
-from dataflow.worker.acknowledgements import Share
 from operators.forward_pass.asked import Asked, Reading
 from operators.forward_pass.due import Known, is_due, is_first, needed
 from operators.forward_pass.knobs import ForwardKnobs
@@ -51,8 +50,8 @@ class _Group:
     cost: int
     """About how many tokens it takes."""
     source: str
-    share: Share
-    """Of the batch that brought it."""
+    batch: Batch
+    """That brought it."""
 
 
 @dataclass
@@ -110,15 +109,11 @@ class ForwardRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Cut the batch into its groups."""
         records = batch.records
-        slices = group_slices(records)
-        share = Share(batch.ack, batch.early, len(slices))
-        if not slices:
-            return
-        for group_id, first, count in slices:
+        for group_id, first, count in group_slices(records):
             rows = records.slice(first, count)
             newest = pc.max(pc.list_flatten(rows.column(VERSIONS))).as_py()
             newest = -1 if newest is None else newest
-            group = _Group(group_id, rows, newest, _cost(rows), batch.source, share)
+            group = _Group(group_id, rows, newest, _cost(rows), batch.source, batch)
             self._waiting.append(group)
         self._rows += records.num_rows
         self._moved = self._context.clock()
@@ -275,7 +270,7 @@ class ForwardRuntime(Runtime):
             self._context.log.warning("rows without a number", rows=len(errors), first=next(iter(errors.values())))
         self._rows -= total
         for group in current.groups:
-            group.share.release(group.group_id)
+            group.batch.release(group.group_id)
         versions = pa.repeat(pa.scalar(current.version, pa.int32()), total)
         versions = pc.if_else(values.is_null(), pa.scalar(None, pa.int32()), versions)
         name = self._declaration.name

@@ -23,7 +23,6 @@ from dataflow.records import (
 )
 from dataflow.runtime import Batch
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.worker.acknowledgements import Share
 from operators.engine.finish_reasons import BROKEN, STOPPED
 from operators.engine.results import EndedRollout
 
@@ -44,8 +43,6 @@ class PromptGroup:
     min_version: int
     batch: Batch
     """That it came with."""
-    share: Share
-    """Of those that came together, which are not finished."""
     row: int
     """Which row of the batch it is."""
     prompt: AnyArray

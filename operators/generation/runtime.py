@@ -15,7 +15,6 @@ from dataflow.rules.leave import enough, leaves
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.weight_ends import WeightsIn
-from dataflow.worker.acknowledgements import Share
 from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
@@ -76,7 +75,6 @@ class GeneratorRuntime(Runtime):
     def push(self, batch: Batch) -> None:
         """Tokenize the prompts into their source's queue; what cannot be served is complete at once."""
         records = batch.records
-        share = Share(batch.ack, batch.early, records.num_rows)
         if not records.num_rows:
             return
         texts = records.column(PROMPT).to_pylist()
@@ -91,7 +89,6 @@ class GeneratorRuntime(Runtime):
                 size=size,
                 min_version=min_version,
                 batch=batch,
-                share=share,
                 row=row,
                 prompt=tokens,
                 unstarted=size,
@@ -292,7 +289,7 @@ class GeneratorRuntime(Runtime):
             for group in complete:
                 self._owed -= group.size
                 self._begun -= group.begun
-                group.share.release(group.group_id)
+                group.batch.release(group.group_id)
         return batches
 
 

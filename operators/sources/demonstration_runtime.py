@@ -12,7 +12,6 @@ from dataflow.model import Model
 from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT
 from dataflow.runtime import Batch, Runtime
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.worker.acknowledgements import Share
 from operators.engine.finish_reasons import STOPPED
 from operators.engine.results import EndedRollout
 from operators.engine.stop_strings import end_tokens
@@ -72,13 +71,12 @@ class DemonstrationRuntime(Runtime):
         if not self._queue:
             return None
         batch = self._queue.popleft()
-        share = Share(batch.ack, batch.early, batch.records.num_rows)
         if not batch.records.num_rows:
             return []
         ids, versions = (batch.records.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION))
         groups = [
             PromptGroup(
-                source=batch.source, group_id=group_id, size=1, min_version=min_version, batch=batch, share=share,
+                source=batch.source, group_id=group_id, size=1, min_version=min_version, batch=batch,
                 row=row, prompt=np.zeros(0, np.int64), unstarted=0, left=0,
             )
             for row, (group_id, min_version) in enumerate(zip(ids, versions, strict=True))
@@ -90,7 +88,7 @@ class DemonstrationRuntime(Runtime):
                 group.rows = [found]
         made = rollouts(groups, self._tokenizer, frozenset([self._end]))
         for group in groups:
-            share.release(group.group_id)
+            batch.release(group.group_id)
         return [Batch(batch.source, made)]
 
     def _demonstrated(self, batch: Batch) -> list[EndedRollout | str]:

@@ -50,15 +50,15 @@ DATA_PLANE = (
     Law(
         "no group waits for those that it travelled with",
         "test_what_the_next_node_says_of_one_group_is_passed_on_before_its_neighbours_have_an_outcome",
-        "dataflow:NodeLoop._arrive",
-        without("ack_rows"),
+        "dataflow:NodeLoop._acked",
+        without("acknowledged"),
         "that each node passes it on",
     ),
     Law(
         "no group waits for those that it travelled with",
-        "test_of_a_delivery_each_group_but_the_last_is_told_by_itself",
-        "dataflow:Share.release",
-        without("_early"),
+        "test_rows_that_are_done_with_make_room_for_others_among_most_rows",
+        "transport:Delivery.ack_rows",
+        without("acknowledge_rows"),
         "that each group is told by itself",
     ),
     Law(
@@ -162,7 +162,7 @@ DATA_PLANE = (
     Law(
         "a peer that is gone is named at the deadline: who waited, for whom, on which edge",
         "test_a_receiver_that_stays_away_is_gone_at_the_deadline_and_named",
-        "transport:Receivers._check_presence",
+        "transport:Sender._check_presence",
         never("_peer_timeout_s"),
         "the deadline of an absent receiver",
     ),

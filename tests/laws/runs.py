@@ -276,7 +276,7 @@ STALENESS = (
     Law(
         "staleness is kept at admission",
         "test_no_group_starts_further_ahead_than_the_bound",
-        "operators:Admission.may_start",
+        "dataflow:Admission.may_start",
         returned("True", "admit"),
         "the bound of admission",
     ),
@@ -311,14 +311,14 @@ STALENESS = (
     Law(
         "groups are trained in the order of their issue",
         "test_groups_are_trained_in_the_order_of_their_issue_however_they_arrive",
-        "operators:ReorderBuffer.take",
+        "dataflow:InOrder.take",
         argument("pop", 0, "next(iter(self._held), -1)"),
         "the wait for the next number",
     ),
     Law(
         "a group that is issued again starts before later ones",
         "test_a_group_that_is_issued_again_starts_before_later_ones",
-        "operators:Admission.add",
+        "dataflow:Admission.add",
         never("queue"),
         "the place in the queue",
     ),
@@ -349,7 +349,7 @@ LEDGER = (
     Law(
         "no group is trained twice, though it comes twice",
         "test_a_group_that_comes_twice_is_trained_once",
-        "operators:ReorderBuffer.add",
+        "dataflow:InOrder.put",
         never("_held"),
         "the look at what was here before",
     ),
@@ -357,7 +357,7 @@ LEDGER = (
         "no group is done twice by a node, though it comes twice",
         "test_a_group_that_comes_again_is_done_once",
         "dataflow:Acknowledgements.arrive",
-        always("any", "known"),
+        always("any", "node"),
         "the look at what was here before",
     ),
     Law(

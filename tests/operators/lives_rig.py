@@ -72,8 +72,7 @@ class Life:
     def push(self, *batches: pa.RecordBatch) -> None:
         """Groups, one by one."""
         for batch in batches:
-            number = int(batch.column("group_id")[0].as_py())
-            self.runtime.push(Batch("prompts", batch, "reward", lambda number=number: self.acks.append(number)))
+            self.runtime.push(Batch("prompts", batch, "reward", lambda group: self.acks.append(group)))
 
     def work(self) -> Iterator[dict[str, Any]]:
         """Its status after each slice, until it waits for groups or is done."""

@@ -153,7 +153,7 @@ def test_rules_read_and_write_ragged_columns_of_a_stream_of_rows():
     )  # fmt: skip
     for made in (token_rewards.configured(beta=0.1), token_gae.configured(lam=0.5)):
         runtime = made.build(Context(node=made.name))
-        runtime.push(Batch("prompts", batch, "values", lambda: None))
+        runtime.push(Batch("prompts", batch, "values"))
         (done,) = runtime.work() or []
         batch = done.records
         assert not runtime.pending()
@@ -174,7 +174,7 @@ def test_rules_read_and_write_ragged_columns_of_a_stream_of_rows():
 def test_an_advantage_per_token_reaches_the_loss_at_its_own_token():
     batch = _with_values(group(1, size=3))
     runtime = gae.build(Context(node="advantage"))
-    runtime.push(Batch("prompts", batch, "values", lambda: None))
+    runtime.push(Batch("prompts", batch, "values"))
     (done,) = runtime.work() or []
     rows = step_rows([done.records], ("advantage", "values"))
     wanted = [

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from rigs.columns import whole
 from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
 
 from dataflow.errors import OperatorError
@@ -58,7 +59,7 @@ class World:
     def push(self, *groups: pa.RecordBatch, source: str = "held_out") -> None:
         first = groups[0].column("group_id")[0].as_py()
         rows = pa.Table.from_batches(groups).combine_chunks().to_batches()[0]
-        self.runtime.push(Batch(source, rows, "reward", lambda: self.acks.append(first)))
+        self.runtime.push(Batch(source, rows, "reward", whole(rows, lambda: self.acks.append(first))))
 
     def run(self) -> None:
         while self.runtime.work() is not None:
@@ -121,7 +122,9 @@ class Crashing:
 
     def push(self, *groups: pa.RecordBatch) -> None:
         rows = pa.Table.from_batches(groups).combine_chunks().to_batches()[0]
-        self.runtime.push(Batch("held_out", rows, "reward", lambda: self.acks.append(rows["group_id"].to_pylist())))
+        self.runtime.push(
+            Batch("held_out", rows, "reward", whole(rows, lambda: self.acks.append(rows["group_id"].to_pylist())))
+        )
 
     def run(self) -> None:
         while self.runtime.work() is not None:
@@ -168,7 +171,7 @@ def test_a_round_that_was_whole_is_closed_by_the_next_attempt_with_nothing_issue
 def test_an_acknowledgement_comes_after_the_rows_are_written(crashing: Crashing) -> None:
     found: list[int] = []
     rows = _held_out(0)
-    crashing.runtime.push(Batch("held_out", rows, "reward", lambda: found.append(len(crashing.kept))))
+    crashing.runtime.push(Batch("held_out", rows, "reward", whole(rows, lambda: found.append(len(crashing.kept)))))
     assert found == [1]
 
 

@@ -5,7 +5,6 @@ import pyarrow as pa
 import pytest
 import torch
 from rigs.forwards import (
-    LANE,
     Forwarding,
     Versions,
     forwarding,
@@ -21,7 +20,6 @@ from dataflow import Model
 from dataflow.errors import DeadlineError
 from dataflow.limits import Limits
 from dataflow.records import version_column
-from dataflow.runtime import Batch
 from dataflow.staleness import Bound
 from operators import Logprobs, Values
 from operators.forward_pass.due import Known, is_due, needed
@@ -86,13 +84,6 @@ def test_a_rollout_in_which_the_policy_chose_nothing_has_only_zeros(policy_model
     group = group.set_column(group.schema.get_field_index("mask"), "mask", none)
     (found,) = lists_of(forwarding(Logprobs(policy_model)).run(group), "ref_logprobs")
     assert found == [0.0] * len(group.column("tokens")[0])
-
-
-def test_an_empty_batch_is_acknowledged_and_leads_to_nothing(policy_model: Model) -> None:
-    rig = forwarding(Logprobs(policy_model))
-
-    rig.runtime.push(Batch(LANE, rollouts(0).slice(0, 0), "generator", lambda: rig.acks.append(-1)))
-    assert (rig.acks, rig.step(), rig.runtime.pending()) == ([-1], False, 0)
 
 
 # Slices

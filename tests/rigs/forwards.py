@@ -19,6 +19,7 @@ from operators.forward_pass.reading import reading_of
 from operators.forward_pass.runtime import ForwardRuntime
 from operators.models.loading import load_model
 from operators.warm_start.policy import character_tokenizer
+from rigs.columns import whole
 from rigs.heads import SIZES
 from rigs.policy import ALPHABET
 
@@ -153,7 +154,7 @@ class Forwarding:
         """One batch; its ack is written down by its first group."""
         records = together(*groups)
         first = records.column("group_id")[0].as_py()
-        self.runtime.push(Batch(source, records, "generator", lambda: self.acks.append(first)))
+        self.runtime.push(Batch(source, records, "generator", whole(records, lambda: self.acks.append(first))))
 
     def step(self) -> bool:
         """One slice; whether anything was done."""

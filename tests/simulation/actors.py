@@ -18,7 +18,6 @@ from dataflow.node import Generate, Source, Traits, Transform
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, ROLLOUT_COLUMNS, Columns, schema
 from dataflow.rules.admission import Admission
 from dataflow.runtime import Batch, Context, Runtime
-from dataflow.worker.acknowledgements import Share
 from operators.sources.prompt_rows import Report
 from operators.sources.prompt_runtime import PromptRuntime
 
@@ -98,7 +97,7 @@ class _Group:
     min_version: int
     source: str
     prompt: pa.RecordBatch
-    share: Share
+    batch: Batch
     lengths: list[int]
     unstarted: int
     drawn: list[list[int]] = field(default_factory=list)
@@ -127,13 +126,12 @@ class _Drawing(Runtime):
 
     def push(self, batch: Batch) -> None:
         rows = batch.records
-        share = Share(batch.ack, batch.early, rows.num_rows)
         numbers = (rows.column(name).to_pylist() for name in (GROUP_ID, MIN_VERSION, GROUP_SIZE))
         for at, (group, least, asked) in enumerate(zip(*numbers, strict=True)):
             size = asked or self._operator.group_size
             lengths = lengths_of(group, size, self._operator.max_tokens)
             self._admission.add(
-                batch.source, _Group(group, least, batch.source, rows.slice(at, 1), share, lengths, unstarted=size)
+                batch.source, _Group(group, least, batch.source, rows.slice(at, 1), batch, lengths, unstarted=size)
             )
 
     def pending(self) -> int:
@@ -174,7 +172,7 @@ class _Drawing(Runtime):
         for group in [group for group in self._live if group.finished]:
             made.setdefault(group.source, []).append(self._rows(group))
             self._live.remove(group)
-            group.share.release(group.group_id)
+            group.batch.release(group.group_id)
         return [Batch(source, pa.concat_batches(rows)) for source, rows in made.items()]
 
     def status(self) -> dict[str, float | int | str]:

@@ -168,7 +168,7 @@ class SimulatedWorker:
         finally:
             world.current = None
         if self.ports is not None:
-            for edge, receiver in self.ports.inlets.items():
+            for edge, receiver in self.ports._receivers.items():
                 depth, most = receiver.depth[0], receiver._inbox.capacity.rows
                 check(depth <= most, f"edge {edge} holds {depth} rows of {most}")
                 check(not receiver.refused, f"edge {edge} refused a message of a sound sender")
@@ -289,6 +289,6 @@ class SimulatedWorker:
             )
             for node, loop in self.host.loops.items()
         }
-        owed = {} if self.ports is None else {name: out.unacknowledged for name, out in self.ports._outlets.items()}
+        owed = {} if self.ports is None else {name: out.unacknowledged for name, out in self.ports.outlets.items()}
         depths = {} if self.ports is None else {name: end.depth[0] for name, end in self.ports.inlets.items()}
         return f"{self.name} ({self.state}): {nodes}, owed {owed}, holds {depths}"

@@ -1,9 +1,8 @@
 """The data plane: record batches between workers, in order, bounded by credit, acknowledged."""
 
 from transport.data.channel import Delivery, Network
-from transport.data.local import LocalNetwork
+from transport.data.local import LocalInlet, LocalOutlet
 from transport.data.memory import keep_freed_memory
-from transport.data.partition import Partition
 from transport.data.receiver import Receiver
 from transport.data.sender import Sender
 from transport.data.sockets import SocketNetwork
@@ -12,9 +11,9 @@ from transport.security import Keys, make_keys
 __all__ = [
     "Delivery",
     "Keys",
-    "LocalNetwork",
+    "LocalInlet",
+    "LocalOutlet",
     "Network",
-    "Partition",
     "Receiver",
     "Sender",
     "SocketNetwork",

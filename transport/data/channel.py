@@ -1,11 +1,11 @@
 """Between what a channel promises and how its bytes travel: `Network`, `Connection`, `Listener`; and `Delivery`.
 
-`Sender` and `Receiver` keep the promises (order, credit, acknowledgement, redelivery) on any `Network`:
-`LocalNetwork` within one process, `SocketNetwork` between processes.
+`Sender` and `Receiver` keep the promises (order, credit, acknowledgement, redelivery) on any `Network`, as
+`SocketNetwork` is. Within one process no bytes travel (`local`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from transport.data.frames import Encoder
 from transport.data.messages import Data, Message
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Delivery:
     """One batch in the consumer's hands."""
 
@@ -29,18 +29,29 @@ class Delivery:
     sequence: int
     """Its number, 0, 1, 2, ... per sender and epoch; it goes on when this receiver left and joins again."""
     acknowledge: Callable[[str, int, int], None]
-    """The receiver's side of `ack`."""
+    """The receiver's side, of all rows."""
     acknowledge_rows: Callable[[str, int, int, int, int], None]
-    """The receiver's side of `ack_rows`."""
+    """The receiver's side, of some rows before the others."""
+
+    left: int = field(init=False)
+    """Rows that are not acknowledged."""
+
+    def __post_init__(self) -> None:
+        self.left = self.batch.num_rows
 
     def ack(self) -> None:
-        """The consumer is done: credit returns, the sender forgets the batch. Twice does no harm."""
+        """The consumer is done with all rows: credit returns, the sender forgets the batch. Twice does no harm."""
+        self.left = 0
         self.acknowledge(self.sender, self.epoch, self.sequence)
 
     def ack_rows(self, first: int, count: int) -> None:
-        """The consumer is done with some rows, and not yet with all: the sender hears of it with the next `flush`. The
-        batch keeps its credit until `ack`."""
-        self.acknowledge_rows(self.sender, self.epoch, self.sequence, first, count)
+        """The consumer is done with some rows, each of which it names once. With the last of them all is as after
+        `ack`; before that the sender hears of them with the next `flush`, and the batch keeps its credit."""
+        self.left -= count
+        if self.left > 0:
+            self.acknowledge_rows(self.sender, self.epoch, self.sequence, first, count)
+        else:
+            self.acknowledge(self.sender, self.epoch, self.sequence)
 
 
 class ConnectionEvent(Enum):
@@ -83,11 +94,11 @@ class Packed:
     """What travels for one batch, kept by the sender until it is acknowledged."""
 
     content: Any
-    """The encoded body, or the batch itself within one process."""
+    """The encoded body, or what the network makes of the batch."""
     size_bytes: int
-    """Length of the encoded body; within one process, the length that it would have."""
+    """Length of the encoded body."""
     checksum: int
-    """xxh3_64 of the body; 0 where no bytes are made."""
+    """xxh3_64 of the body; 0 where the network makes no bytes."""
 
 
 class Connection(Protocol):

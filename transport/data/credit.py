@@ -4,8 +4,10 @@ Pure: values in, values out, no clock. A receiver gives each sender a *window*, 
 unacknowledged. A window is a statement, not a token, so a lost or repeated message cannot make it drift.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from transport.errors import BatchTooLarge
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,16 @@ def cost(rows: int, size_bytes: int) -> Credit:
     return Credit(rows=max(1, rows), bytes=max(1, size_bytes))
 
 
+def check_fits(batch: Credit, capacity: Credit, *, edge: str) -> None:
+    """Raise BatchTooLarge for what a receiver will never take."""
+    if not batch.within(capacity):
+        raise BatchTooLarge(
+            f"a batch on edge '{edge}' can never be sent; got {batch.rows} rows and {batch.bytes} bytes, the receiver "
+            f"holds {capacity.rows} and {capacity.bytes}; send less at once, or raise capacity_rows and capacity_bytes "
+            f"of the receiver"
+        )
+
+
 def may_send(batch: Credit, used: Credit, window: Credit) -> bool:
     """Whether a batch may leave now.
 
@@ -70,6 +82,16 @@ def room_rows(used: Credit, window: Credit) -> int:
     """Rows that a window has left; 0 when its bytes are used up."""
     free = window - used
     return max(0, free.rows) if free.bytes > 0 else 0
+
+
+def roomiest(rooms: Sequence[int]) -> int | None:
+    """Which receiver takes the next batch: the one with most room in rows, of several the first; None: none has any.
+
+    >>> roomiest([2, 5, 5]), roomiest([0, 0])
+    (1, None)
+    """
+    best = max(range(len(rooms)), key=lambda index: rooms[index], default=0)
+    return best if rooms and rooms[best] > 0 else None
 
 
 def allot(capacity: Credit, expected: int, holdings: Mapping[str, Holding]) -> dict[str, Credit]:

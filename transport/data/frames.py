@@ -141,15 +141,19 @@ def check_schema(found: pa.Schema, wanted: pa.Schema, *, edge: str) -> None:
     )
 
 
-def check_batch(batch: pa.RecordBatch, header: Data) -> None:
+def check_valid(batch: pa.RecordBatch, name: str) -> None:
     """Raise FrameError unless every offset, length and character of a batch is valid."""
     try:
         batch.validate(full=True)
     except _UNREADABLE as error:
         raise FrameError(
-            f"batch {header.sequence} of '{header.sender}' is not valid; {error}; "
-            f"check the offsets and buffers that it was built from"
+            f"{name} is not valid; {error}; check the offsets and buffers that it was built from"
         ) from error
+
+
+def check_batch(batch: pa.RecordBatch, header: Data) -> None:
+    """Raise FrameError unless a batch is valid, and has as many rows as its header says."""
+    check_valid(batch, f"batch {header.sequence} of '{header.sender}'")
     if batch.num_rows != header.rows:
         raise FrameError(
             f"batch {header.sequence} of '{header.sender}' has {batch.num_rows} rows; its header says "

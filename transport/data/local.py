@@ -1,139 +1,135 @@
-"""Channels within one process: the same messages, credits and acknowledgements, without bytes or sockets.
+"""An edge within one process: batches are handed on as they are, by the rules of credit and acknowledgement that hold
+between processes. Drive both ends from one thread."""
 
-A `Sender` and a `Receiver` with the same `LocalNetwork` and address are a pair; drive both from one thread.
-"""
-
-import itertools
 from collections import deque
-from collections.abc import Hashable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable
 
 import pyarrow as pa
-import zmq
 
 from transport.data import frames
-from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
-from transport.data.messages import Data, Message
-from transport.errors import AddressError
+from transport.data.channel import Delivery
+from transport.data.credit import NONE, Credit, check_fits, cost, may_send
+from transport.errors import TransportError
+
+Acked = Callable[[Iterable[int]], None]
 
 
-class LocalNetwork:
-    """Addresses of one process; any string is one."""
+class LocalInlet:
+    """The end that receives. Its sender is one, and is there as long as it is."""
 
-    def __init__(self) -> None:
-        self._listeners: dict[str, LocalListener] = {}
-        self._tokens = itertools.count(1)
+    def __init__(self, *, edge: str, schema: pa.Schema, sender: str, capacity_rows: int, capacity_bytes: int) -> None:
+        """Of what is unacknowledged it holds so many rows and bytes at most."""
+        self.edge, self.schema, self.sender = edge, schema, sender
+        self.capacity = Credit(rows=capacity_rows, bytes=capacity_bytes)
+        self.used = NONE
+        """What is unacknowledged takes of that."""
+        self.ended = False
+        """Whether nothing more will be put in."""
+        self.heard: deque[tuple[Acked, list[int]]] = deque()
+        """Acknowledgements that the sending end has not heard of."""
+        self._ready: deque[Delivery] = deque()
+        self._held: dict[int, tuple[Credit, Acked, set[int]]] = {}
+        """By number of a batch: what it takes, who hears of its rows, and those that are not acknowledged."""
+        self._next = 0
 
-    def connect(self, address: str) -> "LocalConnection":
-        """A connection to the receiver at `address`, now or when it appears."""
-        return LocalConnection(self, address)
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Rows that are not acknowledged, delivered or not; and bytes of the batches that have any."""
+        return self.rows, self.used.bytes
 
-    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> "LocalListener":
-        """Listen at `address`; raises AddressError when somebody does."""
-        if address in self._listeners:
-            raise AddressError(f"'{address}' is taken; got a second receiver; close the first one")
-        self._listeners[address] = LocalListener(self, address)
-        return self._listeners[address]
+    @property
+    def rows(self) -> int:
+        """Rows that are not acknowledged, alone or with their batch."""
+        return sum(len(rows) for _, _, rows in self._held.values())
 
-    def at(self, address: str) -> "LocalListener | None":
-        """Who listens there."""
-        return self._listeners.get(address)
+    @property
+    def batches(self) -> int:
+        """Batches that are not acknowledged."""
+        return len(self._held)
 
-    def leave(self, address: str) -> None:
-        """Nobody listens there any more."""
-        self._listeners.pop(address, None)
+    @property
+    def finished(self) -> bool:
+        """Whether the sender has ended, and everything was delivered."""
+        return self.ended and not self._ready
 
-    def token(self) -> int:
-        """A name for a new connection."""
-        return next(self._tokens)
+    def put(self, batch: pa.RecordBatch, takes: Credit, acked: Acked) -> None:
+        """Take in a batch for which there is room."""
+        self._held[self._next] = takes, acked, set(range(batch.num_rows))
+        self.used += takes
+        self._ready.append(
+            Delivery(
+                batch=batch, sender=self.sender, epoch=0, sequence=self._next,
+                acknowledge=self._acknowledge, acknowledge_rows=self._acknowledge_rows,
+            )
+        )  # fmt: skip
+        self._next += 1
+
+    def receive(self, timeout_s: float = 0.0) -> Delivery | None:
+        """The next batch, if there is one: nothing comes in one process while one waits."""
+        return self._ready.popleft() if self._ready else None
+
+    def poll(self) -> None:
+        """Nothing is under way."""
+
+    def flush(self) -> None:
+        """The sending end hears with its next `poll`."""
+
+    def _acknowledge(self, sender: str, epoch: int, number: int) -> None:
+        if number in self._held:
+            takes, acked, rows = self._held.pop(number)
+            self.used -= takes
+            self.heard.append((acked, sorted(rows)))
+
+    def _acknowledge_rows(self, sender: str, epoch: int, number: int, first: int, count: int) -> None:
+        if number in self._held:
+            _, acked, left = self._held[number]
+            self.heard.append((acked, sorted(left.intersection(range(first, first + count)))))
+            left.difference_update(range(first, first + count))
 
 
-class LocalConnection:
-    """A sender's end of a connection."""
+class LocalOutlet:
+    """The end that sends."""
 
-    sockets: "Sequence[zmq.Socket[bytes]]" = ()
+    def __init__(self, inlet: LocalInlet, *, most_rows: int | None = None) -> None:
+        """most_rows: that may be unacknowledged; a larger batch travels alone."""
+        self._inlet, self._most_rows = inlet, most_rows
+        self._encoder = frames.Encoder(inlet.schema)
 
-    def __init__(self, network: LocalNetwork, address: str) -> None:
-        self.address = address
-        self._network = network
-        self._listener: LocalListener | None = None
-        self._token = 0
-        self._replies: deque[Message] = deque()
+    @property
+    def unacknowledged(self) -> int:
+        """Batches of which nobody has heard that they are acknowledged."""
+        return self._inlet.batches
 
-    def pack(self, batch: pa.RecordBatch, encoder: frames.Encoder, size_bytes: int) -> Packed:
-        """The batch itself: it is immutable."""
-        return Packed(content=batch, size_bytes=size_bytes, checksum=0)
+    @property
+    def drained(self) -> bool:
+        """Whether everything is acknowledged, and that was heard."""
+        return not self._inlet.batches and not self._inlet.heard
 
-    def put(self, message: Message, payload: Any = None) -> bool:
-        """Hand over; False when the receiver closed."""
-        if self._listener is None or self._network.at(self.address) is not self._listener:
+    def send(self, batch: pa.RecordBatch, acked: Acked = lambda rows: None) -> bool:
+        """As `Sender.send`: False when there is no credit, and then nothing was taken.
+
+        Raises SchemaMismatch, FrameError for a batch that is not valid, BatchTooLarge (it would never fit)."""
+        inlet = self._inlet
+        if inlet.ended:
+            raise TransportError(f"edge '{inlet.edge}' has ended; got one more batch; send before finish")
+        frames.check_schema(batch.schema, inlet.schema, edge=inlet.edge)
+        need = cost(batch.num_rows, self._encoder.size_bytes(batch))
+        check_fits(need, inlet.capacity, edge=inlet.edge)
+        rows = inlet.rows
+        if not may_send(need, inlet.used, inlet.capacity):
             return False
-        self._listener.arrivals.append(Arrival(connection=self._token, message=message, payload=payload))
+        if self._most_rows is not None and rows and rows + need.rows > self._most_rows:
+            return False
+        frames.check_valid(batch, f"a batch of '{inlet.sender}'")
+        inlet.put(batch, need, acked)
         return True
 
-    def get(self) -> Message | ConnectionEvent | Junk | None:
-        """What the receiver answered, or how the connection changed."""
-        if self._replies:
-            return self._replies.popleft()
-        listener = self._network.at(self.address)
-        if listener is self._listener:
-            return None
-        if self._listener is not None:
-            self._listener = None
-            return ConnectionEvent.LOST
-        self._listener, self._token = listener, self._network.token()
-        if listener is None:
-            return None
-        listener.connections[self._token] = self._replies
-        return ConnectionEvent.UP
+    def poll(self) -> None:
+        """Hear what was acknowledged."""
+        while self._inlet.heard:
+            acked, rows = self._inlet.heard.popleft()
+            acked(rows)
 
-    def wait(self, timeout_s: float) -> None:
-        """Nothing happens in one process while one waits."""
-
-    def close(self) -> None:
-        """Let go of the connection."""
-        if self._listener is not None:
-            self._listener.connections.pop(self._token, None)
-        self._listener = None
-
-
-class LocalListener:
-    """A receiver's end of its connections."""
-
-    sockets: "Sequence[zmq.Socket[bytes]]" = ()
-
-    def __init__(self, network: LocalNetwork, address: str) -> None:
-        self.address = address
-        self._network = network
-        self.arrivals: deque[Arrival] = deque()
-        self.connections: dict[Hashable, deque[Message]] = {}
-
-    def get(self, timeout_s: float) -> Arrival | Junk | None:
-        """The next arrival; nothing arrives in one process while one waits."""
-        return self.arrivals.popleft() if self.arrivals else None
-
-    def waiting(self) -> bool:
-        """Whether something arrived that `get` did not return yet."""
-        return bool(self.arrivals)
-
-    def put(self, connection: Hashable, message: Message) -> None:
-        """Answer a sender that is still there."""
-        replies = self.connections.get(connection)
-        if replies is not None:
-            replies.append(message)
-
-    def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
-        """The batch itself, which comes with each of its parts."""
-        return payload
-
-    def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
-        """The batch, checked as if it had come from elsewhere."""
-        batch = cast(pa.RecordBatch, body)
-        frames.check_schema(batch.schema, schema, edge=message.edge)
-        frames.check_batch(batch, message)
-        return batch
-
-    def close(self) -> None:
-        """Stop listening."""
-        if self._network.at(self.address) is self:
-            self._network.leave(self.address)
+    def finish(self) -> None:
+        """Nothing more will be sent."""
+        self._inlet.ended = True

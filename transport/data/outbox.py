@@ -6,7 +6,7 @@ Pure: messages in, messages out; no socket, no clock.
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +29,14 @@ class OutgoingBatch:
     """The credit that it takes."""
     payload: Any
     """What the transport made of it."""
-    acked: Callable[[], None] = field(default=lambda: None, compare=False)
-    """Called once the receiver has acknowledged it."""
-    acked_rows: Callable[[int, int], None] = field(default=lambda first, count: None, compare=False)
-    """Called with the first and the number of rows that it has acknowledged before the rest; each row at most once."""
+    acked: Callable[[Iterable[int]], None] = field(default=lambda rows: None, compare=False)
+    """Called with rows by their number, once the receiver has acknowledged them: with each row once."""
     early: set[int] = field(default_factory=set, compare=False)
-    """These rows."""
+    """Rows that it has acknowledged before the rest."""
+
+    def acknowledged(self) -> None:
+        """The receiver is done with the rest."""
+        self.acked([row for row in range(self.rows) if row not in self.early])
 
 
 class Outbox:
@@ -189,7 +191,7 @@ class Outbox:
         else:
             kept = {n for n in message.held if n < message.expected and n in self._outgoing}
             for number in [n for n in self._outgoing if n < message.expected and n not in kept]:
-                self._outgoing.pop(number).acked()
+                self._outgoing.pop(number).acknowledged()
         self._unsent = deque(number for number in self._outgoing if number not in kept)
         self._used = sum((self._outgoing[number].cost for number in kept), NONE)
         self._live, self.limits = True, message
@@ -209,7 +211,7 @@ class Outbox:
                 self._unsent.remove(number)
             else:
                 self._used -= outgoing.cost
-            outgoing.acked()
+            outgoing.acknowledged()
         self._hear_early(message.early)
         return self._live and self._go_by(message)
 
@@ -218,7 +220,7 @@ class Outbox:
             outgoing, rows = self._outgoing.get(number), range(first, first + count)
             if outgoing is not None and first + count <= outgoing.rows and outgoing.early.isdisjoint(rows):
                 outgoing.early.update(rows)
-                outgoing.acked_rows(first, count)
+                outgoing.acked(rows)
 
     def _go_by(self, message: Welcome | Ack) -> bool:
         before, self._window = self._window, Credit(rows=message.window_rows, bytes=message.window_bytes)

@@ -1,10 +1,10 @@
 """One receiver as a sender sees it: the connection, what is owed over it, and since when the receiver is away."""
 
 from transport.data.channel import Connection, ConnectionEvent
-from transport.data.credit import Credit
+from transport.data.credit import Credit, check_fits
 from transport.data.messages import Ack, Refusal, Welcome
 from transport.data.outbox import Outbox
-from transport.errors import BatchTooLarge, Refused
+from transport.errors import Refused
 
 
 class ReceiverPeer:
@@ -71,14 +71,9 @@ class ReceiverPeer:
     def check_fits(self, need: Credit) -> None:
         """Raises BatchTooLarge for what the receiver will never take."""
         limits = self.outbox.limits
-        if limits is None:
-            return
-        if need.rows > limits.capacity_rows or need.bytes > limits.capacity_bytes:
-            raise BatchTooLarge(
-                f"a batch on edge '{self._edge}' can never be sent; got {need.rows} rows and {need.bytes} "
-                f"bytes, the receiver holds {limits.capacity_rows} and {limits.capacity_bytes}; send less at once, or "
-                f"raise capacity_rows and capacity_bytes of the receiver"
-            )
+        if limits is not None:
+            capacity = Credit(rows=limits.capacity_rows, bytes=limits.capacity_bytes)
+            check_fits(need, capacity, edge=self._edge)
 
     def _handle(self, event: object, now: float) -> bool:
         match event:

@@ -21,8 +21,7 @@ from dataflow.foresight.simulation.trainer import Trainer
 from dataflow.foresight.simulation.usage import Usage
 from dataflow.rules.issue import issue_until
 from dataflow.staleness import Bound, capacity
-from transport.data.credit import Credit, allot
-from transport.data.partition import choose
+from transport.data.credit import roomiest
 
 _DRAWN = 1 << 16
 _EVENTS = 50_000_000
@@ -91,9 +90,8 @@ class _World:
         self._without_outcome = [0] * scenario.replicas
         together = scenario.prompts_at_once
         self._most = scenario.prompts_without_outcome or capacity(per_step, ahead) + per_step
-        credit = Credit(rows=together * self._most, bytes=1 << 62)
-        self._window = allot(credit, scenario.replicas, {})
-        self._room = max(1, credit.rows // scenario.replicas)
+        self._room = max(1, together * self._most // scenario.replicas)
+        """Of each replica, an equal share."""
         self._told = 0
         """Groups given up, as generators know it."""
         self._given_up = 0
@@ -164,11 +162,9 @@ class _World:
             count = min(stop - self._following, scenario.prompts_at_once, left)
             if count <= 0:
                 return
-            rooms = [max(0, self._room - held) for held in self._without_outcome]
-            chosen = choose("balanced", rooms)
-            if not chosen:
+            number = roomiest([max(0, self._room - held) for held in self._without_outcome])
+            if number is None:
                 return
-            (number,) = chosen
             groups = [
                 SimulatedGroup(group_id, scenario.group_size, number)
                 for group_id in range(self._following, self._following + count)

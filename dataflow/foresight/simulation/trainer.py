@@ -95,16 +95,16 @@ class Trainer:
         self._groups = groups[:-1]
         last = groups[-1]
         held = InOrder[tuple[SimulatedGroup, bool]](last.group_id)
-        held.add(last.group_id, (last, False))
+        held.put(last.group_id, (last, False))
         for group, drop in self._queue.rest():
-            held.add(group.group_id, (group, drop))
+            held.put(group.group_id, (group, drop))
         self._queue = held
 
     def _let_in(self) -> None:
         size = self._scenario.group_size
         while self._door and row_room(self._most, size, len(self._queue) * size, is_ready=self._queue.is_ready) > 0:
             group, drop = self._door.popleft()
-            self._queue.add(group.group_id, (group, drop))
+            self._queue.put(group.group_id, (group, drop))
 
     def _made(self) -> None:
         self._event = None

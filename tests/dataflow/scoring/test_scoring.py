@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rigs.columns import check_columns
+from rigs.columns import check_columns, whole
 
 from dataflow.errors import RecordError
 from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array
@@ -327,7 +327,8 @@ def groups(batches: list[Batch] | None) -> list[int]:
 def test_whole_groups_leave_without_waiting_for_a_slow_one() -> None:
     runtime, caller, clock = fake()
     events: list[str] = []
-    runtime.push(Batch("prompts", rows(["x"] * 6), "generator", lambda: events.append("ack")))
+    records = rows(["x"] * 6)
+    runtime.push(Batch("prompts", records, "generator", whole(records, lambda: events.append("ack"))))
     caller.answer(0, {0: 1.0, 4: 1.0, 5: 1.0})
     clock.now = 1.0
     assert groups(runtime.work()) == [2, 2]

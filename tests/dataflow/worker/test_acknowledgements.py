@@ -1,7 +1,8 @@
 """The groups that a node answers for: acknowledged when nobody needs them, done once whatever comes again."""
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,98 +11,85 @@ from dataflow.worker.acknowledgements import Acknowledgements
 
 
 class Acks(list[str]):
-    """Names of the deliveries that were acknowledged, in order."""
+    """Groups and names of the deliveries with which they were acknowledged, in order."""
 
-    def of(self, name: str) -> Any:
-        return lambda: self.append(name)
+    def of(self, name: str, *groups: int) -> dict[int, Callable[[], None]]:
+        """What acknowledges each of some groups of a delivery."""
+        return {group: partial(self.append, f"{group} {name}") for group in groups}
 
 
-def test_a_delivery_is_acknowledged_when_the_next_nodes_are_done_with_all_of_it() -> None:
+def test_a_group_is_acknowledged_when_the_next_nodes_are_done_with_it_whatever_it_came_with() -> None:
     held, acks = Acknowledgements(), Acks()
-    assert held.arrive("a", "source", [1, 2], acks.of("first")) == [1, 2]
+    assert held.arrive("a", "source", acks.of("first", 1, 2)) == [1, 2]
     held.sent("a", [1, 2], 2)
     held.done("a", "source", [1, 2])
-    for groups in ([1], [2], [1]):
-        held.acknowledged("a", groups)
+    for group in (1, 2):
+        held.acknowledged("a", [group])
         assert not acks
     held.acknowledged("a", [2])
-    assert acks == ["first"] and not len(held)
-
-
-def test_of_a_delivery_each_group_but_the_last_is_told_by_itself() -> None:
-    held, acks, told = Acknowledgements(), Acks(), list[int]()
-    held.arrive("a", "source", [1, 2, 3], acks.of("first"), early=told.append)
-    held.sent("a", [1, 2, 3], 1)
-    held.done("a", "source", [1, 2, 3])
-    for group in (2, 3, 1):
-        assert not acks
-        held.acknowledged("a", [group])
-    assert (told, acks) == ([2, 3], ["first"])
+    assert acks == ["2 first"]
+    held.acknowledged("a", [1])
+    assert acks == ["2 first", "1 first"] and not len(held)
 
 
 def test_a_group_that_leads_to_nothing_is_done_with_the_runtime() -> None:
     held, acks = Acknowledgements(), Acks()
-    held.arrive("a", "source", [1], acks.of("first"))
+    held.arrive("a", "source", acks.of("first", 1))
     held.sent("a", [1], 0)
+    assert held.inside("a") and not held.inside("b") and held.oldest() == {"a": 1}
     held.done("a", "source", [1])
-    assert acks == ["first"]
-
-
-def test_an_empty_delivery_is_acknowledged_at_once() -> None:
-    acks = Acks()
-    assert Acknowledgements().arrive("a", "source", [], acks.of("empty")) == []
-    assert acks == ["empty"]
+    assert acks == ["1 first"] and not held.inside("a") and held.oldest() == {}
 
 
 def test_a_group_that_comes_again_is_not_new_and_its_latest_delivery_stands_for_it() -> None:
     held, acks = Acknowledgements(), Acks()
-    held.arrive("a", "source", [1, 2], acks.of("old"))
-    assert held.arrive("a", "source", [2, 3], acks.of("new")) == [3]
+    held.arrive("a", "source", acks.of("old", 1, 2))
+    assert held.arrive("a", "source", acks.of("new", 2, 3)) == [3]
+    assert acks == ["2 old"]
     held.done("a", "source", [1])
-    assert acks == ["old"]
     held.done("a", "source", [2, 3])
-    assert acks == ["old", "new"]
+    assert acks == ["2 old", "1 old", "2 new", "3 new"]
 
 
 def test_what_several_replicas_sent_is_acknowledged_to_each_of_them_when_it_has_an_outcome() -> None:
     held, acks = Acknowledgements(), Acks()
-    assert held.arrive("a", "generator", [1], acks.of("first of 0"), "generator-0") == [1]
-    assert held.arrive("a", "generator", [1], acks.of("of 1"), "generator-1") == []
+    assert held.arrive("a", "generator", acks.of("first of 0", 1), "generator-0") == [1]
+    assert held.arrive("a", "generator", acks.of("of 1", 1), "generator-1") == []
     assert not acks, "the second one may be the only one that is asked for it again"
-    held.arrive("a", "generator", [1], acks.of("second of 0"), "generator-0")
-    assert acks == ["first of 0"]
+    held.arrive("a", "generator", acks.of("second of 0", 1), "generator-0")
+    assert acks == ["1 first of 0"]
     held.done("a", "generator", [1])
-    assert sorted(acks) == ["first of 0", "of 1", "second of 0"]
+    assert sorted(acks) == ["1 first of 0", "1 of 1", "1 second of 0"]
 
 
 def test_branches_and_sources_are_told_apart() -> None:
     held, acks = Acknowledgements(), Acks()
     for origin in ("left", "right"):
-        assert held.arrive("a", origin, [1], acks.of(origin)) == [1]
-    assert held.arrive("b", "left", [1], acks.of("other")) == [1]
-    assert held.groups("a") == [1]
+        assert held.arrive("a", origin, acks.of(origin, 1)) == [1]
+    assert held.arrive("b", "left", acks.of("other", 1)) == [1]
     held.sent("a", [1], 1)
     held.done("a", "left", [1])
     held.acknowledged("a", [1])
     assert not acks
     held.done("a", "right", [1])
-    assert sorted(acks) == ["left", "right"]
+    assert sorted(acks) == ["1 left", "1 right"] and len(held) == 1
 
 
 def test_who_keeps_a_group_hears_that_it_has_an_outcome_also_where_it_began() -> None:
     released: list[tuple[str, int]] = []
     held = Acknowledgements(released=released.append)
     held.sent("a", [4], 1)
-    assert held.groups("a") == [4]
+    assert len(held) == 1
     held.acknowledged("a", [4])
     assert released == [("a", 4)]
 
 
 @settings(max_examples=150)
 @given(st.data())
-def test_every_delivery_is_acknowledged_once_and_none_while_a_group_of_it_is_needed(data: st.DataObject) -> None:
+def test_every_group_of_a_delivery_is_acknowledged_once_and_not_while_it_is_needed(data: st.DataObject) -> None:
     held = Acknowledgements()
-    acked: Counter[int] = Counter()
+    acked: Counter[tuple[int, int]] = Counter()
+    """By delivery and group."""
     inside: set[int] = set()
     under_way: Counter[int] = Counter()
     newest: dict[int, int] = {}
@@ -111,7 +99,9 @@ def test_every_delivery_is_acknowledged_once_and_none_while_a_group_of_it_is_nee
         act = data.draw(st.sampled_from(["arrive", "done", "acknowledged"]))
         if act == "arrive":
             groups = data.draw(st.sets(st.integers(0, 5), max_size=3))
-            new = held.arrive("a", "source", sorted(groups), lambda number=number: acked.update([number]))
+            new = held.arrive(
+                "a", "source", {group: partial(acked.update, [(number, group)]) for group in sorted(groups)}
+            )
             assert set(new) == groups - newest.keys()
             deliveries[number] = groups
             inside |= set(new)
@@ -129,5 +119,4 @@ def test_every_delivery_is_acknowledged_once_and_none_while_a_group_of_it_is_nee
             held.acknowledged("a", [group])
         newest = {group: of for group, of in newest.items() if group in inside or under_way[group]}
         for number_of, groups in deliveries.items():
-            is_needed = any(newest.get(group) == number_of for group in groups)
-            assert acked[number_of] == (not is_needed)
+            assert all(acked[number_of, group] == (newest.get(group) != number_of) for group in groups)

@@ -14,7 +14,7 @@ from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
 from dataflow.runtime import Batch, Runtime
 from dataflow.worker.host import settled_since
-from dataflow.worker.loop import NodeLoop
+from dataflow.worker.loop import Acked, NodeLoop
 
 
 def rows(*groups: int) -> pa.RecordBatch:
@@ -52,10 +52,19 @@ class FakeInlet:
         batch = self.waiting.popleft()
         self.events.append(("received", *ids(batch)))
 
-        def ack_rows(first: int, count: int) -> None:
-            self.events.append(("acked early", *ids(batch.slice(first, count))))
+        left = [batch.num_rows]
 
-        return Delivery(batch, lambda: self.events.append(("acked", *ids(batch))), ack_rows)
+        def ack() -> None:
+            self.events.append(("acked", *ids(batch)))
+
+        def ack_rows(first: int, count: int) -> None:
+            left[0] -= count
+            if left[0]:
+                self.events.append(("acked early", *ids(batch.slice(first, count))))
+            else:
+                ack()
+
+        return Delivery(batch, ack, ack_rows)
 
     def poll(self) -> None:
         self.polls += 1
@@ -73,25 +82,27 @@ class FakeOutlet:
 
     def __init__(self, events: Events, credit: int = 1_000, name: str = "sent", keeps: bool = False) -> None:
         self.events, self.credit, self.polls, self.name, self.finishes = events, credit, 0, name, 0
-        self.keeps, self.owed = keeps, deque[Callable[[], None]]()
-        self.owed_rows: list[Callable[[int, int], None]] = []
+        self.keeps, self.owed = keeps, deque[tuple[Acked, set[int]]]()
 
-    def send(
-        self, batch: pa.RecordBatch, key: int | None = None, acked: Callable[[], None] = lambda: None,
-        acked_rows: Callable[[int, int], None] = lambda first, count: None,
-    ) -> bool:  # fmt: skip
+    def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
         if not self.credit:
             return False
         self.credit -= 1
         self.events.append((self.name, *ids(batch)))
-        self.owed.append(acked)
-        self.owed_rows.append(acked_rows)
+        self.owed.append((acked, set(range(batch.num_rows))))
         if not self.keeps:
             self.acknowledge()
         return True
 
     def acknowledge(self) -> None:
-        self.owed.popleft()()
+        acked, left = self.owed.popleft()
+        acked(sorted(left))
+
+    def acknowledge_rows(self, first: int, count: int) -> None:
+        """Of the oldest batch some rows before the rest."""
+        acked, left = self.owed[0]
+        acked(range(first, first + count))
+        left.difference_update(range(first, first + count))
 
     def poll(self) -> None:
         self.polls += 1
@@ -392,12 +403,10 @@ def test_what_the_next_node_says_of_one_group_is_passed_on_before_its_neighbours
     outlet = FakeOutlet(events, keeps=True)
     loop = loop_of(Script(events), FakeInlet(events, rows(7, 7, 7, 8, 9, 9)), outlet)
     turn_until_still(loop)
-    (acked_rows,) = outlet.owed_rows
-    acked_rows(3, 1)
+    outlet.acknowledge_rows(3, 1)
     assert events.of("acked", "acked early") == [("acked early", 8)]
-    acked_rows(3, 1)
-    acked_rows(1, 2)
-    assert len(events.of("acked early")) == 1, "heard twice, and of rows that no group begins with"
+    outlet.acknowledge_rows(1, 2)
+    assert len(events.of("acked early")) == 1, "no group begins with these rows"
     outlet.acknowledge()
     assert events.of("acked", "acked early")[1:] == [("acked early", 7, 7, 7), ("acked", 7, 7, 7, 8, 9, 9)]
 
@@ -407,8 +416,8 @@ def test_what_a_runtime_says_of_one_group_is_passed_on_before_it_is_done_with_th
     loop = NodeLoop("node", script, [("prompts", "before", FakeInlet(events, rows(0, 0, 1, 2)))], {})
     turn_until_still(loop)
     (batch,) = script.inside
-    batch.early(1)
-    batch.early(1)
+    batch.release(1)
+    batch.release(1)
     loop.turn()
     assert events.of("acked", "acked early") == [("acked early", 1)] and not loop.ended
     batch.ack()
@@ -559,3 +568,16 @@ def test_a_runtime_hears_of_every_group_that_has_an_outcome_and_of_no_other(tmp_
     while outlet.owed:
         outlet.acknowledge()
     assert sorted(events.of("forgot")) == [("forgot", "source", group) for group in range(4)]
+
+
+def test_rows_of_no_group_are_acknowledged_and_neither_pushed_nor_sent() -> None:
+    events = Events()
+
+    class Empty(Script):
+        def work(self) -> list[Batch] | None:
+            made = super().work()
+            return None if made is None else [Batch(batch.source, batch.records.slice(0, 0)) for batch in made]
+
+    outlet = FakeOutlet(events)
+    turn_until_still(loop_of(Empty(events), FakeInlet(events, rows(), rows(1)), outlet))
+    assert events.of("pushed", "sent", "acked") == [("acked",), ("pushed", 1), ("acked", 1)]

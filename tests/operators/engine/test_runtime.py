@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 from replaying import recomputed, replayed
-from rigs.columns import check_columns
+from rigs.columns import check_columns, whole
 
 from dataflow.model import Model
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS
@@ -68,7 +68,8 @@ def prompts(texts, source="train", *, first=0, sizes=None, min_version=0, acked=
             "answer": pa.array([f"answer {first + i}" for i in range(count)]),
         }
     )
-    return Batch(source, records, ack=lambda: acked.append((source, first)) if acked is not None else None)
+    told = whole(records, lambda: acked.append((source, first)) if acked is not None else None)
+    return Batch(source, records, release=told)
 
 
 @pytest.fixture

@@ -117,8 +117,8 @@ def test_the_run_ends_with_the_last_error_when_every_group_fails(tmp_path):
 
 def test_a_step_is_recorded_then_published_and_only_then_acknowledged(tmp_path):
     world = rig(tmp_path, tiny_trainer(checkpoint_every=1))
-    world.runtime.push(Batch("prompts", group(0), "reward", lambda: world.events.append("ack 0")))
-    world.runtime.push(Batch("prompts", group(1), "reward", lambda: world.events.append("ack 1")))
+    world.runtime.push(Batch("prompts", group(0), "reward", lambda group: world.events.append("ack 0")))
+    world.runtime.push(Batch("prompts", group(1), "reward", lambda group: world.events.append("ack 1")))
     world.run()
     world.runtime.close()
     beside = [("flush rollouts", 1), ("flush",), ("checkpoint", 1)]

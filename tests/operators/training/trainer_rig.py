@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from rigs.columns import whole
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dataflow.model import Model
@@ -300,7 +301,8 @@ class Rig:
         """One batch of whole groups; its ack is written down by the first group's id."""
         table = pa.Table.from_batches(groups).combine_chunks()
         first = groups[0].column("group_id")[0].as_py()
-        self.runtime.push(Batch("prompts", table.to_batches()[0], "reward", lambda: self.acks.append(first)))
+        (rows,) = table.to_batches()
+        self.runtime.push(Batch("prompts", rows, "reward", whole(rows, lambda: self.acks.append(first))))
 
     def run(self) -> None:
         """Work until there is nothing to do."""

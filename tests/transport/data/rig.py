@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from transport.data import Delivery, LocalNetwork, Receiver, Sender, SocketNetwork
+from transport.data import Delivery, Receiver, Sender, SocketNetwork
 from transport.data.channel import Connection, ConnectionEvent, Network
 from transport.data.frames import encode_schema
 from transport.data.messages import Hello, Message
+
+from .local_network import LocalNetwork
 
 SCHEMA = pa.schema([("value", pa.int64()), ("tokens", pa.list_(pa.int32()))])
 PATIENCE_S = 20.0

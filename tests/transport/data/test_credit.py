@@ -1,12 +1,9 @@
-"""Credit and partitioning, as arithmetic."""
+"""Credit, as arithmetic."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.data.credit import NONE, Credit, Holding, allot, cost, may_send, room_rows
-from transport.data.partition import choose
-from transport.data.partition import room_rows as edge_room_rows
 
 amounts = st.builds(Credit, rows=st.integers(0, 100), bytes=st.integers(0, 1000))
 
@@ -61,23 +58,3 @@ def test_idle_senders_get_equal_shares(known: int, expected: int) -> None:
     windows = allot(Credit(rows=60, bytes=600), expected, {f"s{index}": idle for index in range(known)})
     count = max(known, expected)
     assert set(windows.values()) == {Credit(rows=60 // count, bytes=600 // count)}
-
-
-def test_balanced_takes_the_most_room_and_waits_when_there_is_none() -> None:
-    assert choose("balanced", [3, 9, 9]) == (1,)
-    assert choose("balanced", [0, 0]) == ()
-    assert edge_room_rows("balanced", [3, 9]) == 9
-
-
-def test_keyed_never_turns_to_another_receiver() -> None:
-    assert [choose("keyed", [1, 1, 1], key) for key in (0, 4, -1)] == [(0,), (1,), (2,)]
-    assert choose("keyed", [0, 5], 0) == ()
-    assert edge_room_rows("keyed", [3, 9]) == 3
-    with pytest.raises(ValueError, match="needs a key"):
-        choose("keyed", [1])
-
-
-def test_broadcast_is_all_or_none() -> None:
-    assert choose("broadcast", [1, 2, 3]) == (0, 1, 2)
-    assert choose("broadcast", [1, 0, 3]) == ()
-    assert edge_room_rows("broadcast", [3, 9]) == 3

@@ -10,9 +10,9 @@ def test_the_exported_names_of_the_data_plane_are_these() -> None:
     assert transport.data.__all__ == [
         "Delivery",
         "Keys",
-        "LocalNetwork",
+        "LocalInlet",
+        "LocalOutlet",
         "Network",
-        "Partition",
         "Receiver",
         "Sender",
         "SocketNetwork",

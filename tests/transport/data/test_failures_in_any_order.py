@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
 
-from transport.data import Delivery, LocalNetwork, Receiver, Sender
+from transport.data import Delivery, Receiver, Sender
 from transport.data.channel import ConnectionEvent
-from transport.data.local import LocalConnection
 
+from .local_network import LocalConnection, LocalNetwork
 from .rig import SCHEMA, firsts, make_batch
 
 CAPACITY_ROWS = 6

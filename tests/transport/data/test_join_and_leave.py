@@ -356,34 +356,6 @@ def test_changes_that_cannot_be_are_refused_in_three_parts(rig: Rig) -> None:
     assert sender.receivers == [one.address]
 
 
-def test_receivers_of_a_keyed_edge_cannot_change(rig: Rig) -> None:
-    receivers = [rig.receiver(), rig.receiver()]
-    sender = rig.sender(*receivers, partition="keyed")
-    for change in (sender.add_receiver, sender.retire_receiver, sender.forget_receiver):
-        with pytest.raises(ValueError, match=r"cannot change, because it is keyed.*use balanced"):
-            change(receivers[0].address)
-
-
-def test_on_a_broadcast_edge_each_gets_what_is_sent_while_it_is_there(rig: Rig) -> None:
-    receivers = [rig.receiver() for _ in range(3)]
-    sender = rig.sender(*receivers[:2], partition="broadcast")
-    connect(sender, to=receivers[:2])
-    assert sender.send(make_batch(0))
-    sender.add_receiver(receivers[2].address)
-    assert not sender.send(make_batch(1)), "the newcomer is not there yet"
-    connect(sender, to=receivers)
-    assert sender.send(make_batch(1))
-    sender.retire_receiver(receivers[0].address)
-    assert sender.send(make_batch(2))
-    receivers[1].close()
-    sender.forget_receiver(receivers[1].address)
-    assert sender.send(make_batch(3))
-    assert firsts(take(receivers[0], 2, sender)) == [0, 1]
-    assert firsts(take(receivers[2], 3, sender)) == [1, 2, 3]
-    only(receivers[2], sender, receivers[0])
-    assert receivers[0].finished
-
-
 def test_what_a_receiver_owed_goes_to_where_it_was_started_again(rig: Rig) -> None:
     before = rig.receiver()
     sender = rig.sender(before)

@@ -56,8 +56,8 @@ def test_its_credit_is_that_of_the_whole_until_it_is_acknowledged(rig: Rig) -> N
     receiver = rig.receiver(max_message_bytes=MESSAGE_BYTES, capacity_bytes=LARGE_BYTES * 3 // 2)
     sender = rig.sender(receiver)
     connect(sender, to=receiver)
-    told: list[object] = []
-    assert sender.send(LARGE, acked=lambda: told.append("all"), acked_rows=lambda *rows: told.append(rows))
+    told: list[list[int]] = []
+    assert sender.send(LARGE, lambda rows: told.append(list(rows)))
     assert not sender.send(LARGE), "two would be more bytes than the receiver holds"
     (delivery,) = take(receiver, 1, sender, ack=False)
     assert receiver.depth == (4, LARGE_BYTES)
@@ -66,7 +66,7 @@ def test_its_credit_is_that_of_the_whole_until_it_is_acknowledged(rig: Rig) -> N
     assert not sender.send(LARGE)
     delivery.ack()
     until(lambda: (receiver.poll(), sender.poll(), sender.unacknowledged == 0)[2])
-    assert told == [(1, 2), "all"] and receiver.depth == (0, 0)
+    assert told == [[1, 2], [0, 3]] and receiver.depth == (0, 0)
     assert sender.send(LARGE)
 
 

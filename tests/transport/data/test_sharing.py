@@ -1,7 +1,5 @@
 """Several senders at one receiver, and several receivers of one sender, on every kind of channel."""
 
-import pytest
-
 from .rig import Rig, connect, drain, firsts, make_batch, settle, take, until
 
 
@@ -60,26 +58,6 @@ def test_balanced_batches_go_where_the_most_credit_is(rig: Rig) -> None:
     got_wide, got_narrow = take(wide, 4, sender), take(narrow, 2, sender)
     assert firsts(got_wide)[:2] == [0, 1]
     assert sorted(firsts(got_wide) + firsts(got_narrow)) == list(range(6))
-
-
-def test_keyed_batches_with_one_key_go_to_one_receiver(rig: Rig) -> None:
-    receivers = [rig.receiver(), rig.receiver()]
-    sender = rig.sender(*receivers, partition="keyed")
-    connect(sender, to=receivers)
-    assert all(sender.send(make_batch(number), key=number % 3) for number in range(9))
-    assert firsts(take(receivers[0], 6, sender)) == [0, 2, 3, 5, 6, 8]
-    assert firsts(take(receivers[1], 3, sender)) == [1, 4, 7]
-    with pytest.raises(ValueError, match="needs a key"):
-        sender.send(make_batch(0))
-
-
-def test_broadcast_reaches_all_or_none(rig: Rig) -> None:
-    receivers = [rig.receiver(capacity_rows=4), rig.receiver(capacity_rows=2)]
-    sender = rig.sender(*receivers, partition="broadcast")
-    connect(sender, to=receivers)
-    assert sender.room() == 2
-    assert [sender.send(make_batch(number)) for number in range(3)] == [True, True, False]
-    assert firsts(take(receivers[0], 2, sender)) == firsts(take(receivers[1], 2, sender)) == [0, 1]
 
 
 def test_a_sender_whose_end_an_earlier_incarnation_had_need_not_come_again(rig: Rig) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from transport.data import Keys, LocalNetwork, Receiver, Sender, SocketNetwork, make_keys
+from transport.data import Keys, Receiver, Sender, SocketNetwork, make_keys
 from transport.errors import AddressError, PeerGone, Refused
 
 from .rig import SCHEMA, Rig, connect, drain, firsts, make_batch, settle, take, until
@@ -269,10 +269,6 @@ def test_a_taken_address_is_refused(tcp: Rig) -> None:
     receiver = tcp.receiver()
     with pytest.raises(AddressError, match="cannot listen"):
         tcp.receiver(receiver.address)
-    network = LocalNetwork()
-    network.listen("a", max_message_bytes=1, queue_messages=1)
-    with pytest.raises(AddressError, match="taken"):
-        network.listen("a", max_message_bytes=1, queue_messages=1)
 
 
 def test_keys_do_not_show_their_secret() -> None:
