@@ -115,11 +115,17 @@ class Ports:
         self._lines.read_from(lines)
 
     def move(self, receivers: Mapping[str, str], before: Mapping[str, Sequence[str]]) -> None:
-        """By edge that begins here, a receiver was started again, and listens elsewhere now than ever before."""
+        """By edge that begins here, a receiver was started again, and listens elsewhere now than ever before.
+
+        A scheduler that has taken over may have told of the new place alone, as of one that joins: then the old place
+        is forgotten, and what it has not acknowledged goes to the others."""
         for edge, address in receivers.items():
             outlet = self._senders[edge]
             for known in set(before[edge]) & set(outlet.receivers):
-                outlet.move_receiver(known, address)
+                if address in outlet.receivers:
+                    outlet.forget_receiver(known)
+                else:
+                    outlet.move_receiver(known, address)
 
     def expect(self, senders: Mapping[str, int]) -> None:
         """By edge that ends here, how many senders it has had in all."""

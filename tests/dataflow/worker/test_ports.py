@@ -128,3 +128,18 @@ def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(execu
         assert member.join.incarnation == 5
     finally:
         opened.close()
+
+
+def test_a_receiver_that_was_added_at_its_new_place_before_it_was_said_to_have_moved_stays_once(folder: str) -> None:
+    """Simulation, seed 15592: a scheduler that took over told of both, and the worker died of the second."""
+    graph = build()
+    made = plan(graph, Devices(cpus=2))
+    opened, host = ports(graph, made, "prompts", folder)
+    (edge,) = [edge.name for edge in edges(graph) if edge.producer == "prompts"]
+    opened.open_outlets(host, {edge: [f"ipc://{folder}/old"]})
+    sender = opened._senders[edge]
+    opened.add({edge: f"ipc://{folder}/new"})
+    for _ in range(2):  # twice does no harm
+        opened.move({edge: f"ipc://{folder}/new"}, {edge: [f"ipc://{folder}/old"]})
+        assert list(sender.receivers) == [f"ipc://{folder}/new"]
+    sender.close()
