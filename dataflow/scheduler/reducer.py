@@ -255,6 +255,8 @@ def _tick(table: Table, now: float) -> list[events.Command]:
             commands += scaling.wish(table, wishes)
         except GraphError as error:
             commands.append(events.Notice(str(error)))
+    if table.wishes and not table.is_ending:  # what was in their way may end without an event: a host is met, say
+        commands += scaling.advance(table)
     return commands
 
 

@@ -212,6 +212,20 @@ def test_the_next_scheduler_meets_the_workers_of_a_host_when_its_agent_joins_and
     assert run.table.workers["stage-0"].attempt == 1
 
 
+def test_a_wish_that_came_before_any_host_was_met_is_fulfilled_when_they_are() -> None:
+    """Simulation, seed 19622: nobody fell, so that nobody became ready again, and the wish waited for ever."""
+    left = json.loads(to_json(Run((A, B, C)).table.to_plain()))
+    run = Run((A, B, C))
+    run.table.take_up(left)
+    run.table.begun = True
+    run.take(events.TakeOver({}))
+    assert spawned(run.take(events.Wish({"generator": 3}))) == []
+    for host in (A, B, C):
+        kept = {name: events.Process(0, 5, True, None) for name, where in SITS.items() if where == host.name}
+        assert spawned(run.take(HostJoined(host, kept))) == []
+    assert spawned(run.tick(1.0, "a", "b", "c")) == ["generator-2"]
+
+
 def test_an_agent_that_finds_its_scheduler_again_tells_of_ends_that_nobody_heard_of() -> None:
     run = Run()
     kept = {"generator-1": events.Process(0, 5, False, -9), "stage-0": events.Process(0, 6, True, None)}
