@@ -65,20 +65,26 @@ def _foreseen(
     told: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], efficiency: float | None
 ) -> tuple[str, ...]:  # fmt: skip
     """What was foreseen beside what came; steps are counted without the first tenth, in which nothing is full yet."""
-    counted = [float(line["seconds"]) for line in steps[len(steps) // 10 :] if line.get("seconds") is not None]
+    if not told:
+        return ()
+    counted = [float(line["seconds"]) for line in steps[len(steps) // 10 :] if _is_number(line.get("seconds"))]
     came = {
         "s a step": (counted[-1] - counted[0]) / (len(counted) - 1) if len(counted) > 1 else None,
         "efficiency": efficiency,
-        "staleness": _mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
+        "staleness": _mean([line["staleness_mean"] for line in steps if _is_number(line.get("staleness_mean"))]),
     }
     named = {"s a step": "step_s", "efficiency": "efficiency", "staleness": "staleness_mean"}
     found = []
     for name, seen in came.items():
         before = told.get(named[name])
-        if isinstance(before, (int, float)) and seen is not None:
+        if _is_number(before) and seen is not None:
             off = f" ({seen / before - 1:+.0%})" if name == "s a step" and before > 0 else ""
             found.append(f"{before:.3g} {name}, came {seen:.3g}{off}")
     return tuple(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def _from_copies(program: str, config: Mapping[str, Any], times: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -67,6 +67,7 @@ SNAPSHOT = Snapshot(
 
 SUMMARY = Summary(
     faults=tuple(f"generator-{number} died (SIGKILL): not back" for number in range(7)),
+    foreseen=("0.4 s a step, came 0.42 (+5%)", "0.95 efficiency, came 0.93"),
     swaps=("reward = rewards:strict after step 9", "reward = rewards:mild after step 20"),
     graph="sorting",
     steps=300,
@@ -175,6 +176,8 @@ def test_the_summary_tells_the_outcome_and_what_to_look_at_next() -> None:
         "  dropped     3 groups",
         "  efficiency  0.96  busiest stage: generator",
         "  staleness   1.9 mean, 4 max",
+        "  foreseen    0.4 s a step, came 0.42 (+5%)",
+        "              0.95 efficiency, came 0.93",
         "  faults      generator-2 died (SIGKILL): not back",
         *(f"              generator-{number} died (SIGKILL): not back" for number in range(3, 7)),
         "              and 2 before these",
@@ -372,6 +375,7 @@ SNAPSHOTS = odd(
 )
 SUMMARIES = odd(
     Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple), swaps=st.lists(ODD_TEXT, max_size=3).map(tuple),
+    foreseen=st.lists(ODD_TEXT, max_size=3).map(tuple),
     commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),
 )  # fmt: skip
 SCREENS = st.builds(

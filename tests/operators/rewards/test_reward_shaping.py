@@ -138,6 +138,7 @@ def test_its_mean_over_what_the_policy_draws_is_beta_times_the_divergence() -> N
 
 def test_penalties_work_on_rows_as_they_travel() -> None:
     rows = pa.RecordBatch.from_pydict({
+        "group_id": pa.array([0, 0]),
         "mask": pa.array([[False, True, True], [False, True]]),
         "logprobs": pa.array([[0.0, -1.0, -2.0], [0.0, -1.0]], pa.list_(pa.float32())),
         "ref_logprobs": pa.array([[0.0, -2.0, -2.0], [0.0, -0.5]], pa.list_(pa.float32())),

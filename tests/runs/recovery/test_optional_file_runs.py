@@ -18,7 +18,16 @@ pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
 NEEDED = ("ledger.db", "ledger.db-wal", "ledger.db-shm", "rollouts", "checkpoints", "finished", "lock")
 """All others are extras. The lock is empty of content: it keeps two schedulers apart."""
-ALSO = ("faults.jsonl", "control.json", "doctor-1.txt", "trace-1.json", "logs/trainer-0.log", "logs/trainer-0.trace")
+ALSO = (
+    "activity.jsonl",
+    "foreseen.json",
+    "faults.jsonl",
+    "control.json",
+    "doctor-1.txt",
+    "trace-1.json",
+    "logs/trainer-0.log",
+    "logs/trainer-0.trace",
+)
 """What runs of several processes leave, or doctors."""
 KNOWN = {"config.json", "graph.json", "graph.svg", "metrics.jsonl", "times.json", "trace.json", "curve.svg", *ALSO}
 
