@@ -3,9 +3,10 @@
     python -m bench.foresight --own --json OUT
 
 Every run is of the sorting graph (or of a policy with a heavy tail of lengths) on this machine's cores. Rewards are
-drawn at random for each rollout and the learning rate is next to 0, so that texts stay what they are and every group
-has a signal: what is predicted is seconds and staleness, not learning. A prediction knows the graph, its placement, the
-constants of the two runs, and how long the texts of that policy are (from the run itself, for the policy with a tail).
+drawn at random for each rollout, the learning rate is next to 0, and policies have learned nothing, so that texts stay
+what they are, siblings differ, and every group has a signal: what is predicted is seconds and staleness, not learning. A
+prediction knows the graph, its placement, the constants of the two runs, and how long the texts of that policy are (from
+the run itself, for the policy with a tail).
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ PREDICT = (
 
 def policy(name: str, policies: Path) -> Path:
     """The folder of a policy, which is made there if it is not."""
-    if name != "large":
-        return make_policy(make_case("tail" if name == "tail" else "even", policies, quick=False), quick=False)
+    if name == "tail":
+        return make_policy(make_case("tail", policies, quick=False), quick=False)
     words = sorting.rows(20_000, seed=0)
+    layers, width = {"small": (2, 128), "large": (4, 256)}[name]
     return warm_start(
-        policies / "bench-sorting-large", examples=((row["prompt"], row["answer"]) for row in words),
-        alphabet=sorting.ALPHABET, layers=4, width=256, heads=4, steps=95, seed=0,
+        policies / f"bench-unsorted-{name}", examples=((row["prompt"], row["answer"]) for row in words),
+        alphabet=sorting.ALPHABET, layers=layers, width=width, heads=4, steps=2, seed=0,
     )  # fmt: skip
 
 

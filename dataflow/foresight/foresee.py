@@ -56,6 +56,8 @@ class Operation:
     room_bytes: int | None
     at_once: float = 0.0
     """Rollouts that a generator decodes at once, on all its devices, at most."""
+    waits: bool = False
+    """Whether it waits for something elsewhere, and computes nothing meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +97,8 @@ class Foreseen:
 
     @property
     def efficiency(self) -> float:
-        """Share of a step in which that one is at work."""
-        return min(1.0, self.bottleneck.seconds / self.step_s)
+        """Share of a step in which the busiest is at work, of those that compute, as a run's summary has it."""
+        return min(1.0, max(each.seconds for each in self.operations if not each.waits) / self.step_s)
 
     def idle(self, operation: Operation) -> float:
         """Share of a step in which it waits."""
@@ -256,7 +258,7 @@ def _closed(ground: Foreground) -> list[Operation]:
         if each.name not in names and timed.get(each.name, 0.0) > 0:
             found.append(Operation(
                 node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need_bytes=None, room_bytes=None,
-                seconds=rollouts * timed[each.name] / each.traits.calls_at_once,
+                seconds=rollouts * timed[each.name] / each.traits.calls_at_once, waits=each.traits.calls_at_once > 1,
             ))  # fmt: skip
     return found
 
@@ -286,7 +288,7 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     parts = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts)
     seconds = parts.seconds(rates)
     if operator.trains:
-        seconds = seconds * ground.constants.computed + learners.update().seconds(rates) + rates.step_s
+        seconds = seconds * ground.computed + learners.update().seconds(rates) + rates.step_s
         seconds += rollouts * rates.row_s
     return replace(made, seconds=seconds)
 

@@ -67,6 +67,12 @@ class Foreground:
         return min((self.kinds[host] for host in hosts), key=lambda kind: kind.rate(self.dtype))
 
     @property
+    def computed(self) -> float:
+        """Tokens that a trainer passes over, of all tokens."""
+        given = self.workload.computed
+        return self.constants.computed if given is None else given
+
+    @property
     def dtype(self) -> str:
         """Of products, where no operator says another."""
         return "float32" if self.on_cpu else "bfloat16"
@@ -150,7 +156,7 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
     passes = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
     return TrainerCosts(
         step_s=learners.update().seconds(rates) + rates.step_s, rollout_s=rates.row_s,
-        token_s=constants.computed * passes / (rollouts * tokens), weights_s=ground.weights_s, shared=shared,
+        token_s=ground.computed * passes / (rollouts * tokens), weights_s=ground.weights_s, shared=shared,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dataflow.structure import Structure
 PROMPT_TOKENS, SIGMA = 200.0, 0.8
 _CUT = 0.25
 """Mean length of completions over the most that they may have, where nobody says."""
-_NAMES = {"mean": "mean_tokens", "prompt": "prompt_tokens", "sigma": "sigma"}
+_NAMES = {"mean": "mean_tokens", "prompt": "prompt_tokens", "sigma": "sigma", "computed": "computed"}
 _OF_NODE = {"seconds": "row_s", "drops": "drops"}
 
 
@@ -29,6 +29,9 @@ class Workload:
     """Of the logarithm of their number."""
     seen: Lengths | None = None
     """Those of a run, in place of a mean and a sigma."""
+    computed: float | None = None
+    """Tokens that a trainer passes over, of all tokens; siblings that begin alike share what they have in common. None:
+    as the constants have it."""
     row_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a row, by operator."""
     drops: Mapping[str, float] = field(default_factory=dict)
