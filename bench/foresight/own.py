@@ -4,9 +4,9 @@
 
 Every run is of the sorting graph (or of a policy with a heavy tail of lengths) on this machine's cores. Rewards are
 drawn at random for each rollout, the learning rate is next to 0, and policies have learned nothing, so that texts stay
-what they are, siblings differ, and every group has a signal: what is predicted is seconds and staleness, not learning. A
-prediction knows the graph, its placement, the constants of the two runs, and how long the texts of that policy are (from
-the run itself, for the policy with a tail).
+what they are, siblings differ, and every group has a signal: what is predicted is seconds and staleness, not learning.
+A prediction knows the graph, its placement, the constants of the two runs, and how long the texts of that policy are
+(from the run itself, for the policy with a tail).
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _generator_costs(ground: Foreground, replica: Replica, *, shared: bool) -> G
 
 
 def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
-    trainer, constants, rates = ground.trainer, ground.constants, ground.constants.learner
+    trainer, rates = ground.trainer, ground.constants.learner
     learners = ground.learners(trainer)
     rollouts = float(trainer.step_prompts * ground.group_size)
     tokens = ground.lengths.mean + ground.workload.prompt_tokens / ground.group_size  # a group's prompt is shared

@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from dataflow.display import Summary
 from dataflow.display.silence import silence
@@ -83,7 +83,7 @@ def _foreseen(
     return tuple(found)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float)
 
 

@@ -83,7 +83,10 @@ class _World:
             )
             for number in range(scenario.replicas)
         ]  # fmt: skip
-        self._trainer = Trainer(scenario, clock, self._used("trainer"), self._publish, self._settle)
+        self._first = min(scenario.steps - 1, 2 * (ahead + 1) + scenario.steps // 10) or 1
+        self._trainer = Trainer(
+            scenario, clock, self._used("trainer"), self._publish, self._settle, first=self._first
+        )  # fmt: skip
         self._scorers = self._chain()
         self._dropping = 1 - math.prod(1 - costs.drops for costs in scenario.scorers.values())
         self._following = 0
@@ -97,7 +100,6 @@ class _World:
         self._given_up = 0
         self._in_flight: list[int] = []
         self._counted: tuple[float, dict[str, float]] = (0.0, {})
-        self._first = min(scenario.steps - 1, 2 * (ahead + 1) + scenario.steps // 10) or 1
 
     def run(self) -> Simulated:
         scenario, clock, trainer = self._scenario, self._clock, self._trainer

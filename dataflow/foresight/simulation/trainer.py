@@ -21,11 +21,11 @@ class Trainer:
 
     def __init__(
         self, scenario: Scenario, clock: Clock, usage: Usage, published: Callable[[int], None],
-        ended: Callable[[list[SimulatedGroup]], None],
+        ended: Callable[[list[SimulatedGroup]], None], *, first: int = 0,
     ) -> None:  # fmt: skip
-        """published: told of a version that is there now; ended: of groups that have an outcome."""
+        """first: steps after which staleness is counted. published: told of a version that is there now; ended: of groups that have an outcome."""
         self._scenario, self._clock, self._usage = scenario, clock, usage
-        self._published, self._ended = published, ended
+        self._published, self._ended, self._first = published, ended, first
         self._queue: InOrder[tuple[SimulatedGroup, bool]] = InOrder()
         self._door: deque[tuple[SimulatedGroup, bool]] = deque()
         """Wait for room in the queue."""
@@ -110,9 +110,10 @@ class Trainer:
         self._event = None
         self._usage.ends()
         groups, self._groups = self._groups, []
-        for group in groups:
-            for version, count in group.from_versions:
-                self.staleness[self.steps - version] += count
+        if self.steps >= self._first:
+            for group in groups:
+                for version, count in group.from_versions:
+                    self.staleness[self.steps - version] += count
         self.steps += 1
         self.step_ends.append(self._clock.now)
         step = self.steps
