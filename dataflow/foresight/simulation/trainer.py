@@ -23,7 +23,8 @@ class Trainer:
         self, scenario: Scenario, clock: Clock, usage: Usage, published: Callable[[int], None],
         ended: Callable[[list[SimulatedGroup]], None], *, first: int = 0,
     ) -> None:  # fmt: skip
-        """first: steps after which staleness is counted. published: told of a version that is there now; ended: of groups that have an outcome."""
+        """first: steps after which staleness is counted. published: told of a version that is there now; ended: of
+        groups that have an outcome."""
         self._scenario, self._clock, self._usage = scenario, clock, usage
         self._published, self._ended, self._first = published, ended, first
         self._queue: InOrder[tuple[SimulatedGroup, bool]] = InOrder()
