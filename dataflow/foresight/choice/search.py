@@ -1,0 +1,181 @@
+"""Which way of placing a graph takes the shortest step, or the least cost: many by closed forms, the best of them by
+simulation."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dataflow.errors import GraphError
+from dataflow.foresight.choice.candidates import Candidate, candidates
+from dataflow.foresight.foresee import Foreseen, foresee
+from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
+from dataflow.foresight.workload import Workload
+from dataflow.graph import Graph
+from dataflow.planning.hosts import Devices
+
+BEST = 10
+"""Ways that are told of."""
+_SIMULATED_ON_CORES = 40
+_REASONS = (
+    ("does not fit into", "do not fit into memory"), ("leaves no room for a rollout", "do not fit into memory"),
+    ("in a row on one host", "find no room on their hosts"), ("no host", "find no room on their hosts"),
+    ("hosts have", "need more devices"), ("this machine has", "need more devices"),
+    ("has no measured", "are of a kind that was not measured"),
+    ("does not divide", "do not divide evenly"), ("give it a multiple of", "do not divide evenly"),
+)  # fmt: skip
+"""What is said in messages, and what is told of those that are alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way, and what it takes."""
+
+    candidate: Candidate
+    foreseen: Foreseen
+    asked: str
+    """How one asks for it."""
+
+    @property
+    def gpus(self) -> Mapping[str, int]:
+        """Accelerators by node."""
+        return self.candidate.gpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What is to be least."""
+
+    cost: bool = False
+    """Devices times seconds, or money; else the seconds of a step."""
+    prices: Mapping[str, float] | None = None
+    """Of a device for an hour, by kind."""
+
+    def of(self, found: Foreseen) -> tuple[float, float]:
+        """What is compared: the least first."""
+        return (cost_of(found, self.prices), found.step_s) if self.cost else (found.step_s, cost_of(found, self.prices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What came of a search."""
+
+    ways: Sequence[Way]
+    """The best ten, the best first."""
+    tried: int
+    simulated: int
+    refused: Mapping[str, int]
+    """Ways by the reason for which `check` or `plan` refuses them."""
+    objective: Objective
+
+
+def cost_of(found: Foreseen, prices: Mapping[str, float] | None = None) -> float:
+    """Of a step: seconds of all devices that it has, or money, where prices of an hour are given by kind."""
+    if prices is None:
+        return found.step_s * sum(found.taken.values())
+    return found.step_s / 3600 * sum(count * prices[kind] for kind, count in found.taken.items())
+
+
+def best_ways(
+    graph: Graph, devices: Devices, *, workload: Workload | None = None, steps: int | None = None,
+    constants: Constants = ASSUMED_CONSTANTS,
+) -> Sequence[Way]:  # fmt: skip
+    """The best ten ways to deal all devices out as the graph declares, the one with the shortest step first.
+
+    GraphError as `choose`."""
+    return choose(
+        graph, devices, workload=workload, steps=steps, constants=constants, knobs=False
+    ).ways  # fmt: skip
+
+
+def choose(
+    graph: Graph, devices: Devices, *, workload: Workload | None = None, steps: int | None = None,
+    constants: Constants = ASSUMED_CONSTANTS, objective: Objective | None = None, knobs: bool = True,
+) -> Choice:  # fmt: skip
+    """The best ten of a thousand ways, the best first; the graph stays as it is.
+
+    knobs: the generator's parallelism and precision are chosen too. Of each setting of knobs the best by closed forms
+    is simulated, and the best ten of all; on cores, of which closed forms know little, all, where they are few.
+    GraphError where no way fits: why the last with the declared knobs did not."""
+    objective = objective or Objective()
+    how = {"workload": workload, "steps": steps, "constants": constants}
+    found: list[tuple[tuple[float, float], int, Candidate, Graph]] = []
+    refused: Counter[str] = Counter()
+    why: GraphError | None = None
+    swapped: dict[str, Graph | GraphError] = {}
+    ways = candidates(graph, devices, knobs=knobs, idle=objective.cost)
+    for number, candidate in enumerate(ways):
+        try:
+            placed = _placed(graph, candidate, swapped)
+            made = foreseen_of(placed, candidate, devices, simulated=False, **how)
+        except GraphError as error:
+            why = error if why is None or not candidate.knobs else why
+            refused[reason(str(error))] += 1
+            continue
+        found.append((objective.of(made), number, candidate, placed))
+    if not found:
+        where = f"{devices.gpus} devices" if devices.gpus else f"{devices.cpus} cores"
+        raise why or GraphError(f"{where} are too few for a trainer and a generator; name more")
+    taken = _promising(sorted(found, key=lambda each: each[:2]), all_of=not devices.gpus)
+    best = [
+        Way(
+            candidate=candidate, asked=candidate.asked(graph, devices),
+            foreseen=foreseen_of(placed, candidate, devices, **how),
+        )
+        for _, _, candidate, placed in taken
+    ]  # fmt: skip
+    best.sort(key=lambda way: objective.of(way.foreseen))
+    return Choice(
+        ways=best[:BEST], tried=len(ways), simulated=len(taken), refused=dict(refused.most_common()),
+        objective=objective,
+    )  # fmt: skip
+
+
+def foreseen_of(graph: Graph, candidate: Candidate, devices: Devices, **how: object) -> Foreseen:
+    """What a candidate takes; graph: with its knobs."""
+    return foresee(
+        graph, candidate.on(devices), gpus=candidate.gpus or None, replicas=candidate.replicas, ranks=candidate.ranks,
+        **how,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def reason(message: str) -> str:
+    """What messages of one kind have in common: names and numbers are left out.
+
+    >>> reason("the plan does not fit into the memory of gpu 0: it needs 90 GiB; give it more")
+    'do not fit into memory'
+    >>> reason("'generator' got a temper of 3; use 1")
+    "are refused: '..' got a temper of .."
+    """
+    for said, told in _REASONS:
+        if said in message:
+            return told
+    return "are refused: " + re.sub(r"\d[\d,.]*", "..", re.sub(r"'[^']*'", "'..'", re.split("[;:]", message)[0]))
+
+
+def _placed(graph: Graph, candidate: Candidate, known: dict[str, Graph | GraphError]) -> Graph:
+    """The graph with a candidate's knobs, checked once for all candidates that have them."""
+    key = repr(sorted(candidate.knobs.items()))
+    if key not in known:
+        try:
+            known[key] = candidate.placed(graph)
+        except GraphError as error:
+            known[key] = error
+    found = known[key]
+    if isinstance(found, GraphError):
+        raise found
+    return found
+
+
+def _promising(
+    found: Sequence[tuple[tuple[float, float], int, Candidate, Graph]], *, all_of: bool
+) -> list[tuple[tuple[float, float], int, Candidate, Graph]]:
+    """Which are simulated: the best ten, and the best of each setting of knobs."""
+    if all_of and len(found) <= _SIMULATED_ON_CORES:
+        return [*found]
+    firsts: dict[str, int] = {}
+    for at, (_, _, candidate, _) in enumerate(found):
+        firsts.setdefault(repr((sorted(candidate.knobs.items()), candidate.kinds)), at)
+    return [found[at] for at in sorted({*firsts.values(), *range(min(BEST, len(found)))})]
