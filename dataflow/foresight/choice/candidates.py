@@ -93,9 +93,9 @@ def _on_gpus(
     free = devices.gpus - sum(others.values())
     ways = generators(generator, devices) if knobs else [{}]
     totals = range(2, free + 1) if idle and free <= 16 else sorted(
-        {max(2, int(free * share)) for share in (_SHARES if idle else (1.0,))}, reverse=True
+        {int(free * share) for share in (_SHARES if idle else (1.0,)) if free * share >= 2}, reverse=True
     )  # fmt: skip
-    each_way = max(4, min(SPLITS, most // (len(ways) * len(totals)))) if knobs else SPLITS
+    each_way = max(4, min(SPLITS, most // (len(ways) * max(1, len(totals))))) if knobs else SPLITS
     return [
         Candidate(
             gpus={generator.name: makes, trainer.name: total - makes, **others}, knobs=way, kinds=kinds

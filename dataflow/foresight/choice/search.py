@@ -116,8 +116,10 @@ def choose(
             continue
         found.append((objective.of(made), number, candidate, placed))
     if not found:
-        where = f"{devices.gpus} devices" if devices.gpus else f"{devices.cpus} cores"
-        raise why or GraphError(f"{where} are too few for a trainer and a generator; name more")
+        raise why or GraphError(
+            f"devices are too few for a trainer and a generator with devices of their own; found {devices.gpus}; name "
+            f"more, as in 16xH100"
+        )
     taken = _promising(sorted(found, key=lambda each: each[:2]), all_of=not devices.gpus)
     best = [
         Way(
