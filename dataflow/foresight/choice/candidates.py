@@ -37,6 +37,11 @@ class Candidate:
     kinds: tuple[str, ...] = ()
     """Of accelerators, that alone are taken; empty: all that are there."""
 
+    @property
+    def setting(self) -> str:
+        """What it has in common with those that deal the same devices out otherwise."""
+        return repr((sorted(self.knobs.items()), self.kinds))
+
     def placed(self, graph: Graph) -> Graph:
         """The graph with these knobs; the one that is given stays as it is. GraphError where it refuses them."""
         if not self.knobs:

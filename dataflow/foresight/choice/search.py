@@ -18,7 +18,7 @@ from dataflow.planning.hosts import Devices
 
 BEST = 10
 """Ways that are told of."""
-_SIMULATED_ON_CORES = 40
+_SIMULATED_ON_CORES, _OTHERS = 40, 6
 _REASONS = (
     ("does not fit into", "do not fit into memory"), ("leaves no room for a rollout", "do not fit into memory"),
     ("in a row on one host", "find no room on their hosts"), ("no host", "find no room on their hosts"),
@@ -96,11 +96,18 @@ def choose(
 ) -> Choice:  # fmt: skip
     """The best ten of a thousand ways, the best first; the graph stays as it is.
 
-    knobs: the generator's parallelism and precision are chosen too. Of each setting of knobs the best by closed forms
-    is simulated, and the best ten of all; on cores, of which closed forms know little, all, where they are few.
+    knobs: the generator's parallelism and precision are chosen too. Simulated are, of each setting of knobs and kinds,
+    the best by closed forms, the best ten of all, and some more of the setting that leads; on cores, of which closed
+    forms know little, all, where they are few.
     GraphError where no way fits: why the last with the declared knobs did not."""
     objective = objective or Objective()
     how = {"workload": workload, "steps": steps, "constants": constants}
+
+    def simulated(one: tuple[tuple[float, float], int, Candidate, Graph]) -> Way:
+        _, _, candidate, placed = one
+        made = foreseen_of(placed, candidate, devices, **how)
+        return Way(candidate=candidate, asked=candidate.asked(graph, devices), foreseen=made)
+
     found: list[tuple[tuple[float, float], int, Candidate, Graph]] = []
     refused: Counter[str] = Counter()
     why: GraphError | None = None
@@ -120,17 +127,15 @@ def choose(
             f"devices are too few for a trainer and a generator with devices of their own; found {devices.gpus}; name "
             f"more, as in 16xH100"
         )
-    taken = _promising(sorted(found, key=lambda each: each[:2]), all_of=not devices.gpus)
-    best = [
-        Way(
-            candidate=candidate, asked=candidate.asked(graph, devices),
-            foreseen=foreseen_of(placed, candidate, devices, **how),
-        )
-        for _, _, candidate, placed in taken
-    ]  # fmt: skip
+    found.sort(key=lambda each: each[:2])
+    taken = _promising([each[2] for each in found], all_of=not devices.gpus)
+    best = [simulated(found[at]) for at in taken]
+    leads = min(best, key=lambda way: objective.of(way.foreseen)).candidate
+    more = _others([each[2] for each in found], leads, taken)
+    best += [simulated(found[at]) for at in more]
     best.sort(key=lambda way: objective.of(way.foreseen))
     return Choice(
-        ways=best[:BEST], tried=len(ways), simulated=len(taken), refused=dict(refused.most_common()),
+        ways=best[:BEST], tried=len(ways), simulated=len(best), refused=dict(refused.most_common()),
         objective=objective,
     )  # fmt: skip
 
@@ -171,13 +176,19 @@ def _placed(graph: Graph, candidate: Candidate, known: dict[str, Graph | GraphEr
     return found
 
 
-def _promising(
-    found: Sequence[tuple[tuple[float, float], int, Candidate, Graph]], *, all_of: bool
-) -> list[tuple[tuple[float, float], int, Candidate, Graph]]:
-    """Which are simulated: the best ten, and the best of each setting of knobs."""
+def _promising(found: Sequence[Candidate], *, all_of: bool) -> list[int]:
+    """Which are simulated, of those in the order of closed forms: the best ten, and the best of each setting."""
     if all_of and len(found) <= _SIMULATED_ON_CORES:
-        return [*found]
+        return [*range(len(found))]
     firsts: dict[str, int] = {}
-    for at, (_, _, candidate, _) in enumerate(found):
-        firsts.setdefault(repr((sorted(candidate.knobs.items()), candidate.kinds)), at)
-    return [found[at] for at in sorted({*firsts.values(), *range(min(BEST, len(found)))})]
+    for at, candidate in enumerate(found):
+        firsts.setdefault(candidate.setting, at)
+    return sorted({*firsts.values(), *range(min(BEST, len(found)))})
+
+
+def _others(found: Sequence[Candidate], leads: Candidate, taken: Sequence[int]) -> list[int]:
+    """A few more of the setting that leads, far apart: closed forms know no tails, and may have looked aside."""
+    rest = [at for at, each in enumerate(found) if each.setting == leads.setting and at not in taken]
+    rest.sort(key=lambda at: (sum(found[at].gpus.values()), *found[at].gpus.values()))
+    step = max(1, len(rest) // _OTHERS)
+    return rest[step // 2 :: step][:_OTHERS]
