@@ -27,6 +27,8 @@ _REASONS = (
     ("does not divide", "do not divide evenly"), ("give it a multiple of", "do not divide evenly"),
 )  # fmt: skip
 """What is said in messages, and what is told of those that are alike."""
+_ROW = re.compile(r"needs \d+ GPUs? of ([\d.]+) (\w+) in a row.*?GPUs? of ([\d.]+) (\w+) free")
+"""A rank needs this, and devices have that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +158,16 @@ def reason(message: str) -> str:
     >>> reason("'generator' got a temper of 3; use 1")
     "are refused: '..' got a temper of .."
     """
+    if (row := _ROW.search(message)) is not None and _bytes(row[1], row[2]) > _bytes(row[3], row[4]):
+        return _REASONS[0][1]
     for said, told in _REASONS:
         if said in message:
             return told
     return "are refused: " + re.sub(r"\d[\d,.]*", "..", re.sub(r"'[^']*'", "'..'", re.split("[;:]", message)[0]))
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number) * 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
 
 
 def _placed(graph: Graph, candidate: Candidate, known: dict[str, Graph | GraphError]) -> Graph:

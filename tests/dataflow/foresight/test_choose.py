@@ -140,6 +140,8 @@ def test_ways_that_are_refused_are_counted_by_reason(model: Model, tmp_path: Pat
         choose(graph(replace(model, lora=LoRA(rank=8))), read_devices("4xH100"), workload=SHORT)
     with pytest.raises(GraphError, match="too few for a trainer and a generator .* found 1; name more"):
         choose(graph(model), read_devices("1xH100"), workload=SHORT)
+    row = "'trainer' needs 8 GPUs of {} in a row on one host, but 'a' has 4 of 8 GPUs of 74.5 GiB free"
+    assert reason(row.format("100.2 GiB")) == "do not fit into memory" != reason(row.format("900.0 MiB"))
     assert reason("'a' is given 3 GPUs; x") == reason("'b' is given 4 GPUs; y")
 
 
