@@ -11,6 +11,7 @@ from dataflow.foresight.choice.candidates import Candidate
 from dataflow.foresight.choice.gains import gains
 from dataflow.foresight.choice.gains import told as told_gains
 from dataflow.foresight.choice.search import Objective, choose
+from dataflow.foresight.choice.told import to_plain as to_plain_choice
 from dataflow.foresight.choice.told import ways
 from dataflow.foresight.foresee import foresee
 from dataflow.foresight.report import lines, picture, to_plain
@@ -65,21 +66,25 @@ def told(
         raise GraphError(
             "operators that share their devices are not foreseen yet; give each its own, or leave gpus out"
         )
-    said = ""
+    said, more = "", dict[str, Any]()
     if gpus in AUTO or not (gpus or not room.gpus):
         objective = _objective(str(gpus or AUTO[0]), room, paid, [*(replicas or {}), *(ranks or {})])
         choice = choose(graph, room, **how, objective=objective, knobs=bool(gpus))
         best = choice.ways[0]
         candidate, found = best.candidate, best.foreseen
         said = f"\nchosen for the {'least cost' if objective.cost else 'shortest step'}: {best.asked}\n{ways(choice)}"
+        more = to_plain_choice(choice)
     else:
         assert not isinstance(gpus, str), "another word is refused"
         found = foresee(graph, room, gpus=gpus, replicas=replicas, ranks=ranks, **how)
         counts = {name: each for name, each in (gpus or {}).items() if isinstance(each, int)}
         candidate = Candidate(gpus=counts, replicas=replicas or {}, ranks=ranks or {})
-    said += f"\n{told_gains(gains(graph, candidate, room, **how))}"
+    helping = gains(graph, candidate, room, **how)
+    said += f"\n{told_gains(helping)}"
     if draw is not None:
-        text = json.dumps(to_plain(found), indent=1) if draw.suffix == ".json" else picture(found, graph.name)
+        more["would_help"] = [{"text": each.text, "share": each.share} for each in helping]
+        plain = {**to_plain(found), **more}
+        text = json.dumps(plain, indent=1) if draw.suffix == ".json" else picture(found, graph.name)
         write_atomically(draw, lambda file: file.write(text.encode()))
         said += f"\nwrote {draw}"
     return f"{lines(found, paid)}{said}"

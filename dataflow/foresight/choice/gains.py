@@ -62,7 +62,9 @@ def told(found: Sequence[Gain]) -> str:
     """One line: the best, or the best two."""
     if not found:
         return f"no single change that is at hand saves {LEAST:.0%} of a step"
-    return "what would help most: " + ", ".join(f"{each.text}: {-each.share:+.0%}" for each in found[:2])
+    return "what would help most (seconds of a step): " + ", ".join(
+        f"{each.text}: {-each.share:+.0%}" for each in found[:2]
+    )
 
 
 def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Change]:

@@ -1,5 +1,7 @@
 """A choice as text."""
 
+from typing import Any
+
 from dataflow.foresight.choice.search import Choice, cost_of
 from dataflow.foresight.report import number, table
 
@@ -26,3 +28,17 @@ def ways(choice: Choice) -> str:
         refused = ", ".join(f"{count:,} {why}" for why, count in choice.refused.items())
         said += f"; {sum(choice.refused.values()):,} refused: {refused}"
     return "\n".join(["", *table((*head, "", "why", ""), rows), said])
+
+
+def to_plain(choice: Choice) -> dict[str, Any]:
+    """For JSON: the best ways, and what was looked at."""
+    return {
+        "ways": [
+            {
+                "asked": way.asked, "step_s": way.foreseen.step_s, "taken": way.foreseen.taken,
+                "cost_of_a_step": cost_of(way.foreseen, choice.objective.prices),
+            }
+            for way in choice.ways
+        ],
+        "ways_tried": choice.tried, "ways_simulated": choice.simulated, "ways_refused": dict(choice.refused),
+    }  # fmt: skip

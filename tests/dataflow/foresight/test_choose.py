@@ -163,7 +163,7 @@ def test_what_would_help_most_is_simulated_around_a_way(model: Model) -> None:
         for each in (made, staler(made, made.operators["generator"], 1))  # type: ignore[arg-type]
     )
     assert saved == pytest.approx(1 - after / before) and saved > 0.1 and made.feedbacks[0].max_staleness == 0
-    assert told(found).startswith(f"what would help most: {found[0].text}: {-found[0].share:+.0%}")
+    assert told(found).startswith(f"what would help most (seconds of a step): {found[0].text}: {-found[0].share:+.0%}")
     assert (
         told([]) == "no single change that is at hand saves 1% of a step" and len(told([Gain(text="a", share=1)])) < 40
     )
@@ -179,15 +179,20 @@ def test_ranks_of_a_trainer_on_cores_each_take_one(model: Model) -> None:
     assert ended["trainer"] == ended["generator"] == pytest.approx(1.5)
 
 
-def test_the_command_chooses_and_says_what_would_help(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_chooses_and_says_what_would_help(
+    model: Model, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     def build() -> Graph:
         return graph(model)
 
     how = ["--foresee", "4xH100", "--steps", "4", "--workload", "mean=40,prompt=20"]
-    main(build, args=[*how, "--gpus", "auto"])
+    main(build, args=[*how, "--gpus", "auto", "--draw", str(tmp_path / "found.json")])
     said = capsys.readouterr().out
     for text in ("chosen for the shortest step: --gpus generator=", "device seconds", "Generator(", "ways looked at"):
         assert text in said, text
+    plain = json.loads((tmp_path / "found.json").read_text())
+    assert plain["ways"][0]["step_s"] == plain["step_s"] and f"shortest step: {plain['ways'][0]['asked']}\n" in said
+    assert all(each["text"] in said for each in plain["would_help"][:2]) and plain["ways_tried"] > 10
     main(build, args=[*how, "--gpus", "auto:cost", "--prices", "H100=2.5"])
     said = capsys.readouterr().out
     for text in ("chosen for the least cost: --gpus generator=1,trainer=1", "a step costs", "all steps", "H100=2.5 an"):

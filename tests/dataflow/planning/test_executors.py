@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,27 +95,6 @@ def test_what_is_chosen_can_serve_and_the_choice_does_not_depend_on_the_directio
     assert chosen == choose([destination], [source])
     for executor in EXECUTORS:
         assert obstacle(executor, source, destination) == obstacle(executor, destination, source)
-
-
-def test_few_pairs_tell_the_same_of_many_ranks_as_all_of_them_do() -> None:
-    draw, machines = random.Random(0), ("x", "y", "z", "u")
-    seen = set()
-    for _ in range(2000):
-        sides = [
-            [
-                Seat(
-                    process=f"{side}{number}", device=draw.choice(("cpu", "cuda:0", "cuda:1", "cuda:2")),
-                    machine=draw.choice(machines[: draw.randint(1, 4)]),
-                )
-                for number in range(draw.randint(1, 4))
-            ]
-            for side in "ab"
-        ]  # fmt: skip
-        pairs = [*itertools.product(*sides)]
-        right = next(each for each in EXECUTORS if all(obstacle(each, *pair) is None for pair in pairs))
-        assert choose(*sides) == right, sides
-        seen.add(right)
-    assert seen == {*EXECUTORS} - {"local"}
 
 
 def test_two_processes_may_be_forced_onto_gloo_wherever_they_sit() -> None:
