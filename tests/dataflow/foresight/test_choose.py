@@ -164,9 +164,9 @@ def test_what_would_help_most_is_simulated_around_a_way(model: Model) -> None:
     )
     assert saved == pytest.approx(1 - after / before) and saved > 0.1 and made.feedbacks[0].max_staleness == 0
     assert told(found).startswith(f"what would help most (seconds of a step): {found[0].text}: {-found[0].share:+.0%}")
-    assert (
-        told([]) == "no single change that is at hand saves 1% of a step" and len(told([Gain(text="a", share=1)])) < 40
-    )
+    assert told([]) == "no single change that is at hand saves 1% of a step" and told(
+        [Gain(text="a", share=0.5)]
+    ).endswith(": a: -50%")
 
 
 def test_ranks_of_a_trainer_on_cores_each_take_one(model: Model) -> None:
