@@ -192,7 +192,7 @@ def test_the_command_chooses_and_says_what_would_help(
         assert text in said, text
     plain = json.loads((tmp_path / "found.json").read_text())
     assert plain["ways"][0]["step_s"] == plain["step_s"] and f"shortest step: {plain['ways'][0]['asked']}\n" in said
-    assert all(each["text"] in said for each in plain["would_help"][:2]) and plain["ways_tried"] > 10
+    assert all(each["text"] in said for each in plain["would_help"][:2]) and plain["ways_tried"] == 8
     main(build, args=[*how, "--gpus", "auto:cost", "--prices", "H100=2.5"])
     said = capsys.readouterr().out
     for text in ("chosen for the least cost: --gpus generator=1,trainer=1", "a step costs", "all steps", "H100=2.5 an"):
