@@ -5,7 +5,7 @@ import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.markup import escape
@@ -14,7 +14,7 @@ from dataflow.agent.hosted import HOSTED
 from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.foresight.command import foreseen_of_run, told
+from dataflow.foresight.command import AUTO, foreseen_of_run, told
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
@@ -87,7 +87,8 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         str,
         "",
         "accelerators by node, over all hosts, as in generator=6,trainer=2; with generator=8,trainer=generator they "
-        "take turns; shared: all nodes take turns on all accelerators, or in main memory",
+        "take turns; shared: all nodes take turns on all accelerators, or in main memory; with --foresee auto and "
+        "auto:cost choose devices, parallelism and precision, for the shortest step or the least cost",
     ),
     "replicas": (str, "", "copies of a node on the CPU, as in generator=2"),
     "ranks": (str, "", "processes that share out a trainer's model on the CPU, as in trainer=2"),
@@ -134,6 +135,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         "",
         "to foresee with: a file that dataflow calibrate wrote, or for a generator data-sheets, serving, kernels",
     ),
+    "prices": (str, "", "of a device for an hour, to foresee with, by kind, as in H100=2.5,L40S=1.0"),
     "draw": (
         Path | None,
         None,
@@ -157,9 +159,15 @@ def _act(
         print(told(
             graph, flags["foresee"], gpus=how["gpus"], replicas=how["replicas"], ranks=how["ranks"],
             workload=flags["workload"], steps=flags["steps"], constants=flags["constants"] or CONSTANTS[0],
-            draw=flags["draw"],
+            prices=flags["prices"], draw=flags["draw"],
         ))  # fmt: skip
         return
+    if how["gpus"] in AUTO or flags["prices"]:
+        found = f"--prices {flags['prices']}" if flags["prices"] else f"--gpus {how['gpus']}"
+        raise GraphError(
+            f"devices are chosen, and paid, before a run, but {found} comes without --foresee; give --foresee 16xH100, "
+            f"say, and run with the flags that it prints"
+        )
     if flags["explain"] or flags["draw"]:
         devices = Devices.of(known_hosts(launcher)) if launcher is not None else None
         planned = make_plan(graph, **how, devices=devices, one_process=flags["inline"])
@@ -230,9 +238,9 @@ def _schedule(text: str) -> dict[int, dict[str, int]]:
     return found
 
 
-def _devices(text: str) -> dict[str, int | str] | Literal["shared"]:
-    """`generator=6,trainer=generator` as a mapping; `shared` as it is."""
-    return "shared" if text.strip() == "shared" else _assignments("gpus", text)
+def _devices(text: str) -> dict[str, int | str] | str:
+    """`generator=6,trainer=generator` as a mapping; `shared`, `auto` and `auto:cost` as they are."""
+    return text.strip() if text.strip() in ("shared", *AUTO) else _assignments("gpus", text)
 
 
 def _counts(flag: str, text: str) -> dict[str, int]:

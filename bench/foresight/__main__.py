@@ -3,6 +3,7 @@
     python -m bench.foresight --fit rl_steps.csv                  # each row left out in turn
     python -m bench.foresight --rows OTHER.csv --json OUT         # rows with the constants that are known
     python -m bench.foresight --own                               # our own runs on this machine: bench.foresight.own
+    python -m bench.foresight --choice                            # does auto pick the fastest: bench.foresight.choice
     python -m bench.foresight --generator                         # time per token, on measured rows of servers
 
 A system has two constants, the shares of data-sheet rates that it reaches (memory and links, matrix products), and one
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench.foresight.choice import choice
 from bench.foresight.constants import FITTED
 from bench.foresight.fit import by_costs, by_devices, by_mean, fitted, left_out
 from bench.foresight.generator import generator
@@ -45,14 +47,23 @@ def main() -> int:
     what.add_argument("--fit", type=Path, help="rows with step_s: fit, leave each out, show how far off")
     what.add_argument("--rows", type=Path, help="rows to predict")
     what.add_argument("--own", action="store_true", help="foresee and make runs of our own on this machine's cores")
+    what.add_argument(
+        "--choice", action="store_true", help="run every placement of ten graphs, and see what auto picks"
+    )
     what.add_argument("--generator", action="store_true", help="runs of servers that aiconfigurator-core has measured")
-    parser.add_argument("--policies", type=Path, default=Path("policies"), help="of --own: folder for the policies")
-    parser.add_argument("--keep", type=Path, help="of --own: where run folders stay; those there are not made again")
+    both = "of --own and --choice"
+    parser.add_argument("--graphs", default="", help="of --choice: these alone, by name, as in 'small+tail'")
+    parser.add_argument("--policies", type=Path, default=Path("policies"), help=f"{both}: folder for the policies")
+    parser.add_argument("--keep", type=Path, help=f"{both}: where run folders stay; those there are not made again")
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
     parser.add_argument("--models", type=Path, default=MODELS, help="dimensions of models (default: those known here)")
     options = parser.parse_args()
     if options.own:
         return own(options.json, options.policies, options.keep)
+    if options.choice:
+        return choice(
+            options.json, options.policies, options.keep, [each for each in options.graphs.split("+") if each]
+        )
     if options.generator:
         return generator(options.json)
     if options.rows:

@@ -107,17 +107,20 @@ def build(trial: Trial, policies: Path) -> Any:
 def run_one(trial: Trial, policies: Path, folder: Path) -> Path:
     """Run it in a process of its own; its run folder. RuntimeError where it fails."""
     runs = folder / trial.name.replace(" ", "-").replace(",", "")
+    return run_apart("bench.foresight.own", [trial.name, str(policies.absolute()), str(runs)], runs)
+
+
+def run_apart(module: str, arguments: Sequence[str], runs: Path) -> Path:
+    """What a module runs, in a process of its own, or the run that is there; its run folder. RuntimeError where it
+    fails."""
     if found := _folders(runs):
         return found[0]
-    command = [
-        sys.executable, "-m", "bench.foresight.own", trial.name, str(policies.absolute()), str(runs)
-    ]  # fmt: skip
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=RUN_TIMEOUT_S,
+        [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=RUN_TIMEOUT_S,
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(f"'{trial.name}' failed: {done.stdout[-2000:]}")
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed: {done.stdout[-2000:]}")
     return _folders(runs)[0]
 
 

@@ -1,23 +1,32 @@
 """`--foresee`: devices and a workload as text, what is foreseen of a graph as text."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError
 from dataflow.foresight.calibration import read_constants
-from dataflow.foresight.choose import best_ways
+from dataflow.foresight.choice.candidates import Candidate
+from dataflow.foresight.choice.gains import gains
+from dataflow.foresight.choice.gains import told as told_gains
+from dataflow.foresight.choice.search import Objective, choose
+from dataflow.foresight.choice.told import to_plain as to_plain_choice
+from dataflow.foresight.choice.told import ways
 from dataflow.foresight.foresee import foresee
-from dataflow.foresight.report import lines, picture, to_plain, ways
-from dataflow.foresight.spec import read_devices
+from dataflow.foresight.report import lines, picture, to_plain
+from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.workload import read_workload
+from dataflow.graph import Graph
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan
 from dataflow.planning.sharing import Wishes
 from dataflow.structure import Structure
 from dataflow.system.files import write_atomically
+
+AUTO = ("auto", "auto:cost")
+"""Words of `--gpus` that leave it to a search: for the shortest step, for the least cost."""
 
 
 def foreseen_of_run(
@@ -37,33 +46,61 @@ def foreseen_of_run(
 
 
 def told(
-    graph: Structure, devices: str, *, gpus: Wishes | str | None, workload: str, steps: int | None,
+    graph: Graph, devices: str, *, gpus: Wishes | str | None, workload: str, steps: int | None,
     replicas: Mapping[str, int] | None = None, ranks: Mapping[str, int] | None = None, constants: str = CONSTANTS[0],
-    draw: Path | None = None,
+    prices: str = "", draw: Path | None = None,
 ) -> str:  # fmt: skip
     """What a graph takes on devices that are named as `read_devices` has them.
 
-    gpus: accelerators by node; empty: dealt out for the shortest step. workload: as `read_workload` has it. constants:
-    as `read_constants` has them. draw: where a time line goes (.svg), or all figures (.json). GraphError for
-    what cannot be read or foreseen."""
+    gpus: accelerators by node; empty: dealt out for the shortest step, with knobs as they are declared; auto: the
+    generator's knobs, replicas and ranks are chosen too, for the shortest step; auto:cost: for the least cost, where
+    devices may be left unused. workload: as `read_workload` has it. constants: as `read_constants` has them. prices: as
+    `read_prices` has them. draw: where a time line goes (.svg), or all figures (.json). GraphError for what cannot be
+    read or foreseen."""
     if draw is not None and draw.suffix not in (".svg", ".json"):
         raise GraphError(f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of these")
     room, texts = read_devices(devices), read_workload(workload)
-    known = read_constants(constants)
-    if isinstance(gpus, str):
+    known, paid = read_constants(constants), read_prices(prices, room)
+    how: dict[str, Any] = {"workload": texts, "steps": steps, "constants": known}
+    if isinstance(gpus, str) and gpus not in AUTO:
         raise GraphError(
             "operators that share their devices are not foreseen yet; give each its own, or leave gpus out"
         )
-    said = ""
-    if gpus or not room.gpus:
-        found = foresee(
-            graph, room, gpus=gpus, replicas=replicas, ranks=ranks, workload=texts, steps=steps, constants=known
-        )
+    said, more = "", dict[str, Any]()
+    if gpus in AUTO or not (gpus or not room.gpus):
+        objective = _objective(str(gpus or AUTO[0]), room, paid, [*(replicas or {}), *(ranks or {})])
+        choice = choose(graph, room, **how, objective=objective, knobs=bool(gpus))
+        best = choice.ways[0]
+        candidate, found = best.candidate, best.foreseen
+        said = f"\nchosen for the {'least cost' if objective.cost else 'shortest step'}: {best.asked}\n{ways(choice)}"
+        more = to_plain_choice(choice)
     else:
-        best = best_ways(graph, room, workload=texts, steps=steps, constants=known)
-        found, said = best[0].foreseen, f"\n{ways(best)}"
+        assert not isinstance(gpus, str), "another word is refused"
+        found = foresee(graph, room, gpus=gpus, replicas=replicas, ranks=ranks, **how)
+        counts = {name: each for name, each in (gpus or {}).items() if isinstance(each, int)}
+        candidate = Candidate(gpus=counts, replicas=replicas or {}, ranks=ranks or {})
+    helping = gains(graph, candidate, room, **how)
+    said += f"\n{told_gains(helping)}"
     if draw is not None:
-        text = json.dumps(to_plain(found), indent=1) if draw.suffix == ".json" else picture(found, graph.name)
+        more["would_help"] = [{"text": each.text, "share": each.share} for each in helping]
+        plain = {**to_plain(found), **more}
+        text = json.dumps(plain, indent=1) if draw.suffix == ".json" else picture(found, graph.name)
         write_atomically(draw, lambda file: file.write(text.encode()))
         said += f"\nwrote {draw}"
-    return f"{lines(found)}{said}"
+    return f"{lines(found, paid)}{said}"
+
+
+def _objective(word: str, room: Devices, prices: Mapping[str, float] | None, given: Sequence[str]) -> Objective:
+    """What `auto` or `auto:cost` asks for. GraphError where that says nothing here."""
+    if given and not room.gpus:
+        raise GraphError(
+            f"--gpus {word} chooses replicas and ranks on cores, but they are given for {sorted(set(given))}; leave "
+            f"them out, or leave --gpus out"
+        )
+    cost = word == AUTO[1]
+    if cost and not room.gpus:
+        raise GraphError(
+            f"--gpus {word} leaves devices unused, but cores of one machine cost the same at work or not; use --gpus "
+            f"{AUTO[0]}"
+        )
+    return Objective(cost=cost, prices=prices)

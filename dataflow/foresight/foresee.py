@@ -54,6 +54,8 @@ class Operation:
     need_bytes: int | None
     """Of memory, of one rank, at least."""
     room_bytes: int | None
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Its accelerators, by kind."""
     at_once: float = 0.0
     """Rollouts that a generator decodes at once, on all its devices, at most."""
     waits: bool = False
@@ -94,6 +96,11 @@ class Foreseen:
     def bottleneck(self) -> Operation:
         """Whoever is busy longest."""
         return max(self.operations, key=lambda each: each.seconds)
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """Accelerators that any operator has, by kind."""
+        return dict(sum((Counter(each.kinds) for each in self.operations), Counter[str]()))
 
     @property
     def efficiency(self) -> float:
@@ -271,6 +278,7 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
         node=operator.name, devices=" + ".join(f"{many} x {kind.name}" for kind, many in kinds.items()), count=count,
         cut=f"{placement.replicas} x {placement.ranks} rank{'s' if placement.ranks > 1 else ''}", seconds=0.0,
         need_bytes=placement.memory_bytes, room_bytes=room,
+        kinds={kind.name: many for kind, many in kinds.items()} if placement.gpus else {},
     )  # fmt: skip
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     tokens = workload.prompt_tokens + ground.lengths.mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,14 +41,7 @@ class Lengths:
         GraphError where no such mean can be had."""
         if not 1 <= mean < most or sigma < 0:
             raise GraphError(f"a mean of {mean:g} tokens of at most {most:g} cannot be had; give 1 <= mean < most")
-        normal = NormalDist()
-        scores = np.array([normal.inv_cdf((i + 0.5) / _SAMPLES) for i in range(_SAMPLES)])
-        low, high = -10 * sigma - 1, math.log(most) + 10 * sigma + 1
-        for _ in range(60):
-            middle = (low + high) / 2
-            found = np.clip(np.exp(middle + sigma * scores), 1, most)
-            low, high = (middle, high) if found.mean() < mean else (low, middle)
-        return cls(found)
+        return _log_normal(mean, most, sigma)
 
     @property
     def mean(self) -> float:
@@ -62,3 +56,17 @@ class Lengths:
     def longer_than(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Share of completions that are longer, for each."""
         return 1 - np.searchsorted(self.tokens, tokens, side="right") / len(self.tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def _log_normal(mean: float, most: float, sigma: float) -> Lengths:
+    """The same for every placement that is looked at."""
+    normal = NormalDist()
+    scores = np.array([normal.inv_cdf((i + 0.5) / _SAMPLES) for i in range(_SAMPLES)])
+    low, high = -10 * sigma - 1, math.log(most) + 10 * sigma + 1
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = np.clip(np.exp(middle + sigma * scores), 1, most)
+        low, high = (middle, high) if found.mean() < mean else (low, middle)
+    found.flags.writeable = False
+    return Lengths(found)

@@ -1,33 +1,32 @@
 """What is foreseen, for people and for programs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataflow.draw.timeline import timeline_svg
-from dataflow.foresight.choose import Way
 from dataflow.foresight.foresee import Foreseen
 from dataflow.planning.placement import amount
 
 _DRAWN_STEPS = 6
 
 
-def lines(found: Foreseen) -> str:
-    """A table, and sentences below it."""
+def lines(found: Foreseen, prices: Mapping[str, float] | None = None) -> str:
+    """A table, and sentences below it. prices: of a device for an hour, by kind."""
     head = ("operator", "devices", "replicas x ranks", "memory of a rank", "busy, s", "idle")
     rows = [
         (
             each.node, each.devices, each.cut if each.count else "", _memory(each.need_bytes, each.room_bytes),
-            _number(each.seconds), f"{found.idle(each):.0%}",
+            number(each.seconds), f"{found.idle(each):.0%}",
         )
         for each in found.operations
     ]  # fmt: skip
     how = "generation and training at once" if found.overlaps else "generation, then training"
-    low, high = (_number(each) for each in found.spread_s)
+    low, high = (number(each) for each in found.spread_s)
     said = [
-        f"a step of {found.rollouts:,.0f} rollouts takes {_number(found.step_s)} s"
+        f"a step of {found.rollouts:,.0f} rollouts takes {number(found.step_s)} s"
         + (f", eight in ten {low} to {high}" if low != high else "")
         + f" ({how}); '{found.bottleneck.node}' is busy longest",
-        f"a version of the weights takes {_number(found.weights_s)} s, "
+        f"a version of the weights takes {number(found.weights_s)} s, "
         + ("while both compute" if found.overlaps else "which is in the step"),
     ]
     if found.overlaps:
@@ -40,21 +39,9 @@ def lines(found: Foreseen) -> str:
         said.append(f"{found.in_flight:,.0f} prompts are without an outcome in the mean")
     if found.gpu_hours is not None:
         said.append(f"all steps take {found.gpu_hours:,.1f} GPU hours")
-    return "\n".join([*_table(head, rows), *said, "assumed: " + "; ".join(found.assumed)])
-
-
-def ways(found: Sequence[Way]) -> str:
-    """The best ways to deal devices out, and why the others lose."""
-    best = found[0].foreseen
-    rows = [
-        (
-            f"--gpus {way.flag}", _number(way.foreseen.step_s), f"{way.foreseen.step_s / best.step_s - 1:+.0%}",
-            f"'{way.foreseen.bottleneck.node}' is busy longest", f"staleness {way.foreseen.staleness:.1f}",
-        )
-        for way in found
-    ]  # fmt: skip
-    rows[0] = (*rows[0][:2], "", *rows[0][3:])
-    return "\n".join(["", *_table(("ways to deal the devices out", "step, s", "", "why", ""), rows)])
+    if prices is not None:
+        said.append(_money(found, prices))
+    return "\n".join([*table(head, rows), *said, "assumed: " + "; ".join(found.assumed)])
 
 
 def picture(found: Foreseen, title: str) -> str:
@@ -87,7 +74,8 @@ def to_plain(found: Foreseen) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines, with columns as wide as they must be."""
     widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
     table = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
@@ -96,11 +84,22 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return table
 
 
+def _money(found: Foreseen, prices: Mapping[str, float]) -> str:
+    each = found.step_s / 3600 * sum(count * prices[kind] for kind, count in found.taken.items())
+    by = ", ".join(f"{kind}={prices[kind]:g}" for kind in found.taken)
+    said = f"a step costs {each:,.4g}"
+    if found.gpu_hours is not None:
+        hours = found.step_s / 3600 * sum(found.taken.values())
+        said += f", all steps {each * found.gpu_hours / hours:,.2f}"
+    return f"{said}, at {by} an hour"
+
+
 def _memory(need: int | None, room: int | None) -> str:
     if need is None:
         return ""
     return amount(need) + ("" if room is None else f" of {amount(room)}")
 
 
-def _number(seconds: float) -> str:
+def number(seconds: float) -> str:
+    """Three digits, or all of a large one."""
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"

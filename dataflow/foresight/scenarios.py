@@ -143,7 +143,7 @@ def _generator_costs(ground: Foreground, replica: Replica, *, shared: bool) -> G
     looks_back = (replica.step(1, 1000.0, rates).seconds(rates) - step[1]) / 1000 if slots else 0.0
     return GeneratorCosts(
         step_s=np.array(step), context_s=looks_back, prompt_s=prefill(replica, prompt, 1).seconds(rates),
-        rollout_s=rates.end_s, adopt_s=ground.constants.adopt_s, shared=shared,
+        rollout_s=rates.end_s, adopt_s=ground.constants.adopt_s, shared=replica.ranks if shared else 0,
     )  # fmt: skip
 
 
@@ -156,7 +156,8 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
     passes = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
     return TrainerCosts(
         step_s=learners.update().seconds(rates) + rates.step_s, rollout_s=rates.row_s,
-        token_s=ground.computed * passes / (rollouts * tokens), weights_s=ground.weights_s, shared=shared,
+        token_s=ground.computed * passes / (rollouts * tokens), weights_s=ground.weights_s,
+        shared=learners.ranks if shared else 0,
     )  # fmt: skip
 
 

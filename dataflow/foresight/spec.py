@@ -1,6 +1,7 @@
-"""Devices that one could rent, as text: `256xH100`, `192xH100+64xL40S`."""
+"""Devices that one could rent, and what one pays for them, as text: `192xH100+64xL40S`, `H100=2.5,L40S=1.0`."""
 
 import re
+from collections.abc import Mapping
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import device_kind
@@ -43,3 +44,30 @@ def read_devices(text: str) -> Devices:
                 )
             )  # fmt: skip
     return Devices.of(hosts)
+
+
+def read_prices(text: str, devices: Devices) -> Mapping[str, float] | None:
+    """Of a device for an hour, by kind; None where nobody says. In whatever money they are given.
+
+    GraphError for what cannot be read, and where a kind of these devices has none.
+
+    >>> read_prices("H100=2.5,L40S=1.0", read_devices("8xH100"))
+    {'H100': 2.5, 'L40S': 1.0}
+    """
+    if not text.strip():
+        return None
+    if not devices.gpus:
+        raise GraphError(
+            f"prices are {text!r}, but the devices are cores of this machine, which nobody rents by the hour here; "
+            f"leave --prices out, or foresee accelerators, as 16xH100"
+        )
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]+(?:\.[0-9]+)?)\s*", part)
+        if match is None:
+            raise GraphError(f"prices are {text!r}, which cannot be read at {part!r}; write them as H100=2.5,L40S=1.0")
+        found[device_kind(match[1]).name] = float(match[2])
+    lacking = [kind for kind in dict.fromkeys(host.kind for host in devices.hosts) if kind not in found]
+    if lacking:
+        raise GraphError(f"prices are {text!r}, which has none for {', '.join(lacking)}; add {lacking[0]}=..")
+    return found

@@ -88,23 +88,45 @@ class WeightPath:
 
 def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
     """The executor for all ranks of a trainer and all of a reader, by where they sit: one serves every pair."""
-    ends = _telling(sources, destinations), _telling(destinations, sources)
+    return chosen(Seats(sources), Seats(destinations))
+
+
+def chosen(sources: "Seats", destinations: "Seats") -> str:
+    """As `choose`, of a trainer whose ranks are looked up once for all of its readers."""
+    ends = sources.telling(destinations), destinations.telling(sources)
     return next(each for each in EXECUTORS if all(obstacle(each, *pair) is None for pair in itertools.product(*ends)))
 
 
-def _telling(seats: Sequence[Seat], others: Sequence[Seat]) -> list[Seat]:
-    """Those that share a process or a device with one of the others, and of the rest one for each machine and kind of
-    memory: `obstacle` tells nothing else apart, and of hundreds of ranks there are a hundred thousand pairs."""
-    processes = {(seat.machine, seat.process) for seat in others}
-    devices = {(seat.machine, seat.device) for seat in others}
-    found: dict[tuple[str, bool], Seat] = {}
-    near = []
-    for seat in seats:
-        if (seat.machine, seat.process) in processes or (seat.machine, seat.device) in devices:
-            near.append(seat)
-        else:
-            found.setdefault((seat.machine, seat.gpu), seat)
-    return [*near, *found.values()]
+class Seats:
+    """Ranks, by what `obstacle` looks at: of hundreds there are a hundred thousand pairs, and few that differ."""
+
+    def __init__(self, seats: Sequence[Seat]) -> None:
+        self.seats = seats
+        self._at: dict[tuple[str, str, str], list[int]] = {}
+        """Which have a process, or a device, of a machine."""
+        self.machines = {seat.machine for seat in seats}
+        self._alike: dict[bool, dict[str, list[int]]] = {}
+        """Which have one kind of memory, by machine."""
+        for number, seat in enumerate(seats):
+            for key in _keys(seat):
+                self._at.setdefault(key, []).append(number)
+            self._alike.setdefault(seat.gpu, {}).setdefault(seat.machine, []).append(number)
+
+    def telling(self, others: "Seats") -> list[Seat]:
+        """Those that share a process or a device with one of the others; of the rest one for each kind of memory on
+        each of the others' machines, and on any other: `obstacle` tells nothing else apart."""
+        few, many = (self, others) if len(self._at) < len(others._at) else (others, self)
+        near = {number for key in few._at if key in many._at for number in self._at[key]}
+        found, shared = [*near], self.machines & others.machines
+        for alike in self._alike.values():
+            far = next((machine for machine in alike if machine not in shared), None)
+            for machine in (*shared, *([] if far is None else [far])):
+                found += [next((each for each in alike.get(machine, ()) if each not in near), -1)]
+        return [self.seats[number] for number in found if number >= 0]
+
+
+def _keys(seat: Seat) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+    return ("process", seat.machine, seat.process), ("device", seat.machine, seat.device)
 
 
 def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
@@ -204,14 +226,15 @@ def weight_paths(
             whole_bytes = size.sent_bytes(model.dtype, model.lora)
             nbytes = size.sent_bytes(model.dtype, model.lora, reader.ranks)
         sources = [_seat(trainer, 0, rank, one_process=one_process) for rank in range(trainer.ranks)]
+        looked_up = Seats(sources)
         _check_alike(graph, feedback, sizes)
         for replica in range(reader.replicas):
             destinations = [_seat(reader, replica, rank, one_process=one_process) for rank in range(reader.ranks)]
-            executor = choose(sources, destinations)
+            executor = chosen(looked_up, Seats(destinations))
             if forced is not None:
                 _check_forced(forced, executor, trainer.node, sources, reader.node, destinations)
                 executor = forced
-            is_apart = len({each.machine for each in sources + destinations}) > 1
+            is_apart = len(looked_up.machines | {each.machine for each in destinations}) > 1
             is_link = executor in COLLECTIVE and (forced or is_apart)
             link = slow(devices.link_bytes_per_s) if is_link else None
             copies = copies_of(graph, trainer.node, turns, link)

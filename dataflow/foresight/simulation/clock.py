@@ -26,7 +26,7 @@ class Event:
 
     __slots__ = ("act", "amount", "begun", "shared")
 
-    def __init__(self, act: Callable[[], None], amount: float, begun: float, shared: bool) -> None:
+    def __init__(self, act: Callable[[], None], amount: float, begun: float, shared: int) -> None:
         self.act: Callable[[], None] | None = act
         self.amount, self.begun, self.shared = amount, begun, shared
 
@@ -42,8 +42,9 @@ class Clock:
         self._shared: list[tuple[float, int, Event]] = []
         self._order = count()
 
-    def after(self, seconds: float, act: Callable[[], None], *, shared: bool = False) -> Event:
-        """Act after so many seconds; shared: after so many of work, for which processors are taken from now on."""
+    def after(self, seconds: float, act: Callable[[], None], *, shared: int = 0) -> Event:
+        """Act after so many seconds; shared: after so many of work, for which so many processors are taken from now on,
+        one for each of the processes that work together."""
         event = Event(act, seconds, self._work if shared else self.now, shared)
         heapq.heappush(self._shared if shared else self._own, (event.begun + seconds, next(self._order), event))
         self._busy += shared
@@ -70,7 +71,7 @@ class Clock:
             self._work += (at - self.now) * speed
         else:
             self._work, _, event = heapq.heappop(self._shared)
-            self._busy -= 1
+            self._busy -= event.shared
         self.now = at
         act, event.act = event.act, None
         assert act is not None, "cancelled events are passed over"

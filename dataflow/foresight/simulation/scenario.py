@@ -26,8 +26,8 @@ class GeneratorCosts:
     """Of each rollout that ends, besides its decode steps."""
     adopt_s: float = 0.0
     """Of taking a version of the weights in."""
-    shared: bool = False
-    """Whether it computes on the processors that others share."""
+    shared: int = 0
+    """Processes of one replica on the processors that others share; 0: its devices are its own."""
 
     @property
     def slots(self) -> int:
@@ -48,7 +48,8 @@ class TrainerCosts:
     """Of offering a version."""
     weights_s: float = 0.0
     """From there until generators can take it in."""
-    shared: bool = False
+    shared: int = 0
+    """Its ranks on the processors that others share; 0: its devices are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,7 @@ class _World:
             found.append(Scorer(
                 costs, self._scenario.group_size, self._clock, self._used(name),
                 lambda group, at=at: self._hop(lambda: self._pass_on(group, at + 1)),  # type: ignore[misc]
-                shared=self._scenario.generator.shared,
+                shared=bool(self._scenario.generator.shared),
             ))  # fmt: skip
         return found
 

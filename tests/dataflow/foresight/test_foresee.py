@@ -10,10 +10,12 @@ from made_tables import put, write_flat
 
 from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
 from dataflow.foresight.calibration import read_constants
-from dataflow.foresight.choose import best_ways, splits
+from dataflow.foresight.choice.candidates import candidates
+from dataflow.foresight.choice.search import best_ways, choose
+from dataflow.foresight.choice.told import ways
 from dataflow.foresight.foresee import foresee
 from dataflow.foresight.kernel_tables import _read
-from dataflow.foresight.report import lines, ways
+from dataflow.foresight.report import lines
 from dataflow.foresight.spec import read_devices
 from dataflow.foresight.staleness import mean_staleness
 from dataflow.foresight.workload import Workload
@@ -92,18 +94,19 @@ def test_a_step_with_twice_the_devices_takes_no_longer_and_costs_no_fewer_hours(
 
 def test_no_way_to_deal_devices_out_is_shorter_than_the_one_that_is_chosen(model: Model) -> None:
     made, room = graph(model, reference=True, tensor_parallel=2), read_devices("24xH100")
-    best = best_ways(made, room, steps=8)
+    choice = choose(made, room, steps=8, knobs=False)
+    best, ways_there = choice.ways, candidates(made, room, knobs=False)
     assert [way.foreseen.step_s for way in best] == sorted(way.foreseen.step_s for way in best)
     assert sum(best[0].gpus.values()) == 24 and best[0].gpus["generator"] % 2 == 0
-    assert set(best[0].gpus) == set(splits(made, room)[0])
+    assert set(best[0].gpus) == set(ways_there[0].gpus)
     tried = []
-    for gpus in splits(made, room):
+    for gpus in [each.gpus for each in ways_there]:
         try:
             tried.append(foresee(made, room, gpus=gpus, steps=8).step_s)
         except GraphError as error:
             assert "does not fit" in str(error) or "in a row on one host" in str(error)
     assert len(tried) > 2 and best[0].foreseen.step_s == min(tried)
-    assert f"--gpus {best[1].flag}" in ways(best) and f"{best[1].foreseen.step_s / min(tried) - 1:+.0%}" in ways(best)
+    assert best[1].asked in ways(choice) and f"{best[1].foreseen.step_s / min(tried) - 1:+.0%}" in ways(choice)
 
 
 def test_cores_are_foreseen_too_and_two_processes_share_one(model: Model) -> None:

@@ -1,0 +1,141 @@
+"""What would help most: single changes around a way, each simulated."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dataflow.errors import GraphError
+from dataflow.foresight.choice.candidates import Candidate, generators
+from dataflow.foresight.choice.search import foreseen_of
+from dataflow.foresight.foresee import Foreseen, only
+from dataflow.graph import Graph
+from dataflow.node import Generate, Learn
+from dataflow.planning.hosts import Devices
+
+STEPS = 24
+"""That are simulated of each change, and of the way as it is."""
+LEAST = 0.01
+"""Of a step: what saves less is not told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One thing that is not as it was."""
+
+    text: str
+    graph: Graph
+    candidate: Candidate
+    devices: Devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """What a change does to a step."""
+
+    text: str
+    share: float
+    """Of its seconds that are saved."""
+
+
+def gains(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> Sequence[Gain]:
+    """Changes that make a step shorter by a hundredth or more, the one that saves most first; what `check` or `plan`
+    refuses is no change.
+
+    how: as `foresee` has it; of each change a stretch of some steps is simulated, with the same lengths."""
+    how["steps"] = min(how.get("steps") or STEPS, STEPS)
+    before = _step_s(Change(text="", graph=candidate.placed(graph), candidate=candidate, devices=devices), how)
+    found = []
+    for change in changes(graph, candidate, devices):
+        try:
+            after = _step_s(change, how)
+        except GraphError:
+            continue
+        found.append(Gain(text=change.text, share=1 - after / before))
+    return sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.share)
+
+
+def told(found: Sequence[Gain]) -> str:
+    """One line: the best, or the best two."""
+    if not found:
+        return f"no single change that is at hand saves {LEAST:.0%} of a step"
+    return "what would help most (seconds of a step): " + ", ".join(
+        f"{each.text}: {-each.share:+.0%}" for each in found[:2]
+    )
+
+
+def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Change]:
+    """All single changes that could be made: bounds, knobs, one replica more."""
+    placed, devices = candidate.placed(graph), candidate.on(devices)
+    candidate = replace(candidate, kinds=())
+    now = Change(text="", graph=placed, candidate=candidate, devices=devices)
+    trainer, generator = only(placed, Learn), only(placed, Generate)
+    bound = next((each.max_staleness for each in placed.feedbacks if each.reader is generator), None)
+    if bound is not None:
+        yield replace(now, text=f"staleness {bound + 1} instead of {bound}", graph=staler(placed, generator, bound + 1))
+    tried: list[dict[str, Any]] = [
+        {knob: value} for way in generators(generator, devices) for knob, value in way.items() if len(way) == 1
+    ]  # fmt: skip
+    slots = getattr(generator, "slots", None)
+    tried += [{"slots": 2 * slots}] if slots else []
+    unit = generator.traits.tensor_parallel
+    for knobs in tried:
+        ranks = knobs.get("tensor_parallel", unit)
+        if candidate.gpus and candidate.gpus[generator.name] % ranks:
+            continue
+        yield from _with(now, generator, knobs)
+    if trainer.traits.gradient_checkpointing:
+        yield from _with(now, trainer, {"gradient_checkpointing": False})
+    if not candidate.gpus:
+        more = candidate.replicas.get(generator.name, 1) + 1
+        yield replace(
+            now, text="one more replica of the generator",
+            candidate=replace(candidate, replicas={**candidate.replicas, generator.name: more}),
+        )  # fmt: skip
+        return
+    for each, count, what in (
+        (generator, unit, "one more replica of the generator"),
+        (trainer, candidate.gpus[trainer.name], "a trainer of twice the devices"),
+    ):
+        there = sum(candidate.gpus.values())
+        gpus = {**candidate.gpus, each.name: candidate.gpus[each.name] + count}
+        rented = more_of(devices, max(0, there + count - devices.gpus))
+        yield replace(now, text=f"{what} ({count} more)", candidate=replace(candidate, gpus=gpus), devices=rented)
+
+
+def staler(graph: Graph, reader: Generate, bound: int) -> Graph:
+    """The graph with another bound; the one that is given stays as it is."""
+    made = copy.copy(graph)
+    made.feedbacks = [
+        dataclasses.replace(each, max_staleness=bound) if each.reader is reader else each for each in graph.feedbacks
+    ]
+    return made
+
+
+def more_of(devices: Devices, count: int) -> Devices:
+    """With so many more of the last kind, on hosts as its first."""
+    if count == 0:
+        return devices
+    last = next(host for host in devices.hosts if host.kind == devices.hosts[-1].kind)
+    more = [
+        replace(last, name=f"{last.kind}-more{number}") for number in range(-(-count // last.gpus))
+    ]  # fmt: skip
+    return Devices.of([*devices.hosts, *more])
+
+
+def _with(now: Change, operator: Any, knobs: dict[str, Any]) -> Iterator[Change]:
+    """With other knobs of one operator, if it takes them."""
+    text = ", ".join(f"{knob}={value!r} of '{operator.name}'" for knob, value in knobs.items())
+    try:
+        graph = now.graph.swap(operator.name, dataclasses.replace(operator, **knobs))
+    except GraphError:
+        return
+    yield replace(now, text=text, graph=graph)
+
+
+def _step_s(change: Change, how: dict[str, Any]) -> float:
+    found: Foreseen = foreseen_of(change.graph, change.candidate, change.devices, **how)
+    return found.step_s

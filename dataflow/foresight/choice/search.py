@@ -1,0 +1,202 @@
+"""Which way of placing a graph takes the shortest step, or the least cost: many by closed forms, the best of them by
+simulation."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dataflow.errors import GraphError
+from dataflow.foresight.choice.candidates import Candidate, candidates
+from dataflow.foresight.foresee import Foreseen, foresee
+from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
+from dataflow.foresight.workload import Workload
+from dataflow.graph import Graph
+from dataflow.planning.hosts import Devices
+
+BEST = 10
+"""Ways that are told of."""
+_SIMULATED_ON_CORES, _OTHERS = 40, 6
+_REASONS = (
+    ("does not fit into", "do not fit into memory"), ("leaves no room for a rollout", "do not fit into memory"),
+    ("in a row on one host", "find no room on their hosts"), ("no host", "find no room on their hosts"),
+    ("hosts have", "need more devices"), ("this machine has", "need more devices"),
+    ("has no measured", "are of a kind that was not measured"),
+    ("does not divide", "do not divide evenly"), ("give it a multiple of", "do not divide evenly"),
+)  # fmt: skip
+"""What is said in messages, and what is told of those that are alike."""
+_ROW = re.compile(r"needs \d+ GPUs? of ([\d.]+) (\w+) in a row.*?GPUs? of ([\d.]+) (\w+) free")
+"""A rank needs this, and devices have that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way, and what it takes."""
+
+    candidate: Candidate
+    foreseen: Foreseen
+    asked: str
+    """How one asks for it."""
+
+    @property
+    def gpus(self) -> Mapping[str, int]:
+        """Accelerators by node."""
+        return self.candidate.gpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What is to be least."""
+
+    cost: bool = False
+    """Devices times seconds, or money; else the seconds of a step."""
+    prices: Mapping[str, float] | None = None
+    """Of a device for an hour, by kind."""
+
+    def of(self, found: Foreseen) -> tuple[float, float]:
+        """What is compared: the least first."""
+        return (cost_of(found, self.prices), found.step_s) if self.cost else (found.step_s, cost_of(found, self.prices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What came of a search."""
+
+    ways: Sequence[Way]
+    """The best ten, the best first."""
+    tried: int
+    simulated: int
+    refused: Mapping[str, int]
+    """Ways by the reason for which `check` or `plan` refuses them."""
+    objective: Objective
+
+
+def cost_of(found: Foreseen, prices: Mapping[str, float] | None = None) -> float:
+    """Of a step: seconds of all devices that it has, or money, where prices of an hour are given by kind."""
+    if prices is None:
+        return found.step_s * sum(found.taken.values())
+    return found.step_s / 3600 * sum(count * prices[kind] for kind, count in found.taken.items())
+
+
+def best_ways(
+    graph: Graph, devices: Devices, *, workload: Workload | None = None, steps: int | None = None,
+    constants: Constants = ASSUMED_CONSTANTS,
+) -> Sequence[Way]:  # fmt: skip
+    """The best ten ways to deal all devices out as the graph declares, the one with the shortest step first.
+
+    GraphError as `choose`."""
+    return choose(
+        graph, devices, workload=workload, steps=steps, constants=constants, knobs=False
+    ).ways  # fmt: skip
+
+
+def choose(
+    graph: Graph, devices: Devices, *, workload: Workload | None = None, steps: int | None = None,
+    constants: Constants = ASSUMED_CONSTANTS, objective: Objective | None = None, knobs: bool = True,
+) -> Choice:  # fmt: skip
+    """The best ten of a thousand ways, the best first; the graph stays as it is.
+
+    knobs: the generator's parallelism and precision are chosen too. Simulated are, of each setting of knobs and kinds,
+    the best by closed forms, the best ten of all, and some more of the setting that leads; on cores, of which closed
+    forms know little, all, where they are few.
+    GraphError where no way fits: why the last with the declared knobs did not."""
+    objective = objective or Objective()
+    how = {"workload": workload, "steps": steps, "constants": constants}
+
+    def simulated(one: tuple[tuple[float, float], int, Candidate, Graph]) -> Way:
+        _, _, candidate, placed = one
+        made = foreseen_of(placed, candidate, devices, **how)
+        return Way(candidate=candidate, asked=candidate.asked(graph, devices), foreseen=made)
+
+    found: list[tuple[tuple[float, float], int, Candidate, Graph]] = []
+    refused: Counter[str] = Counter()
+    why: GraphError | None = None
+    swapped: dict[str, Graph | GraphError] = {}
+    ways = candidates(graph, devices, knobs=knobs, idle=objective.cost)
+    for number, candidate in enumerate(ways):
+        try:
+            placed = _placed(graph, candidate, swapped)
+            made = foreseen_of(placed, candidate, devices, simulated=False, **how)
+        except GraphError as error:
+            why = error if why is None or not candidate.knobs else why
+            refused[reason(str(error))] += 1
+            continue
+        found.append((objective.of(made), number, candidate, placed))
+    if not found:
+        raise why or GraphError(
+            f"devices are too few for a trainer and a generator with devices of their own; found {devices.gpus}; name "
+            f"more, as in 16xH100"
+        )
+    found.sort(key=lambda each: each[:2])
+    taken = _promising([each[2] for each in found], all_of=not devices.gpus)
+    best = [simulated(found[at]) for at in taken]
+    leads = min(best, key=lambda way: objective.of(way.foreseen)).candidate
+    more = _others([each[2] for each in found], leads, taken)
+    best += [simulated(found[at]) for at in more]
+    best.sort(key=lambda way: objective.of(way.foreseen))
+    return Choice(
+        ways=best[:BEST], tried=len(ways), simulated=len(best), refused=dict(refused.most_common()),
+        objective=objective,
+    )  # fmt: skip
+
+
+def foreseen_of(graph: Graph, candidate: Candidate, devices: Devices, **how: object) -> Foreseen:
+    """What a candidate takes; graph: with its knobs."""
+    return foresee(
+        graph, candidate.on(devices), gpus=candidate.gpus or None, replicas=candidate.replicas, ranks=candidate.ranks,
+        **how,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def reason(message: str) -> str:
+    """What messages of one kind have in common: names and numbers are left out.
+
+    >>> reason("the plan does not fit into the memory of gpu 0: it needs 90 GiB; give it more")
+    'do not fit into memory'
+    >>> reason("'generator' got a temper of 3; use 1")
+    "are refused: '..' got a temper of .."
+    """
+    if (row := _ROW.search(message)) is not None and _bytes(row[1], row[2]) > _bytes(row[3], row[4]):
+        return _REASONS[0][1]
+    for said, told in _REASONS:
+        if said in message:
+            return told
+    return "are refused: " + re.sub(r"\d[\d,.]*", "..", re.sub(r"'[^']*'", "'..'", re.split("[;:]", message)[0]))
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number) * 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+
+
+def _placed(graph: Graph, candidate: Candidate, known: dict[str, Graph | GraphError]) -> Graph:
+    """The graph with a candidate's knobs, checked once for all candidates that have them."""
+    key = repr(sorted(candidate.knobs.items()))
+    if key not in known:
+        try:
+            known[key] = candidate.placed(graph)
+        except GraphError as error:
+            known[key] = error
+    found = known[key]
+    if isinstance(found, GraphError):
+        raise found
+    return found
+
+
+def _promising(found: Sequence[Candidate], *, all_of: bool) -> list[int]:
+    """Which are simulated, of those in the order of closed forms: the best ten, and the best of each setting."""
+    if all_of and len(found) <= _SIMULATED_ON_CORES:
+        return [*range(len(found))]
+    firsts: dict[str, int] = {}
+    for at, candidate in enumerate(found):
+        firsts.setdefault(candidate.setting, at)
+    return sorted({*firsts.values(), *range(min(BEST, len(found)))})
+
+
+def _others(found: Sequence[Candidate], leads: Candidate, taken: Sequence[int]) -> list[int]:
+    """A few more of the setting that leads, far apart: closed forms know no tails, and may have looked aside."""
+    rest = [at for at, each in enumerate(found) if each.setting == leads.setting and at not in taken]
+    rest.sort(key=lambda at: (sum(found[at].gpus.values()), *found[at].gpus.values()))
+    step = max(1, len(rest) // _OTHERS)
+    return rest[step // 2 :: step][:_OTHERS]
