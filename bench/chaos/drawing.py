@@ -26,8 +26,8 @@ class _Book:
     def __init__(self, folder: RunFolder) -> None:
         self._file = os.open(folder.path / DRAWN, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def write(self, what: str, lane: str, groups: Iterable[int]) -> None:
-        line = {"at": time.time(), "what": what, "lane": lane, "groups": list(groups)}
+    def write(self, what: str, source: str, groups: Iterable[int]) -> None:
+        line = {"at": time.time(), "what": what, "source": source, "groups": list(groups)}
         os.write(self._file, f"{json.dumps(line)}\n".encode())
 
 

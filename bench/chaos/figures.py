@@ -19,7 +19,7 @@ from dataflow.folder.rollout_files import read_arrow
 from dataflow.records import GROUP_ID, POSITION
 
 DRAWN = "drawn.jsonl"
-TRAINER, LANE = "trainer", "prompts"
+TRAINER, SOURCE = "trainer", "prompts"
 
 
 def faults_of(folder: Path) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def rows_of_faults(
     regenerated: rollouts begun again after this fault and before the next one.
     """
     pairs = matched(blows, faults)
-    again = repeated(drawn, "begun", LANE)
+    again = repeated(drawn, "begun", SOURCE)
     explained = {id(blow): fault for blow, fault in pairs if blow is not None}
     events: list[tuple[float, dict[str, Figure]]] = []
     for blow in blows:
@@ -120,7 +120,7 @@ class Ended:
         try:
             times = dict(db.execute("SELECT step, at FROM steps WHERE node = ? ORDER BY step", (TRAINER,)))
             rows = db.execute(
-                "SELECT group_id, outcome, step, reason FROM outcomes WHERE node = ? AND source = ?", (TRAINER, LANE)
+                "SELECT group_id, outcome, step, reason FROM outcomes WHERE node = ? AND source = ?", (TRAINER, SOURCE)
             ).fetchall()
         finally:
             db.close()
@@ -160,7 +160,7 @@ def accuracies(metrics: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 def at_stake(kill: float, drawn: Sequence[Mapping[str, Any]], ended: Mapping[int, tuple[str, float]]) -> set[int]:
     """Groups of the training source that were finished before a moment and had no outcome at it."""
     finished = {
-        group for line in drawn if line["what"] == "finished" and line["source"] == LANE and line["at"] <= kill
+        group for line in drawn if line["what"] == "finished" and line["source"] == SOURCE and line["at"] <= kill
         for group in line["groups"]
     }  # fmt: skip
     return {group for group in finished if group not in ended or ended[group][1] > kill}
@@ -175,7 +175,7 @@ def kept(
     finished again.
     """
     counts: collections.Counter[str] = collections.Counter(at_stake=0, again=0, dropped=0, kept=0)
-    again = repeated(drawn, "finished", LANE)
+    again = repeated(drawn, "finished", SOURCE)
     for kill in kills:
         for group in at_stake(kill, drawn, ended):
             counts["at_stake"] += 1
