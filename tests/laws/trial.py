@@ -15,7 +15,7 @@ import psutil
 
 from .law import ROOT, Law
 
-FOLDERS = ("dataflow", "operators", "graphs", "transport", "bench", "tests")
+FOLDERS = ("dataflow", "operators", "graphs", "transport", "bench", "tests", "docs")
 FILES = ("pyproject.toml",)
 LIMIT_S = 150.0
 """For the tests of one law; they take a few seconds."""
