@@ -44,8 +44,6 @@ class TrainerCosts:
     rollout_s: float = 0.0
     token_s: float = 0.0
     """Of each token of completions, and of one prompt for each group."""
-    publish_s: float = 0.0
-    """Of offering a version."""
     weights_s: float = 0.0
     """From there until generators can take it in."""
     shared: int = 0

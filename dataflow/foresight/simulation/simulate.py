@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,8 +150,7 @@ class _World:
             ))  # fmt: skip
         return found
 
-    def _hop(self, act: object) -> None:
-        assert callable(act)
+    def _hop(self, act: Callable[[], None]) -> None:
         if self._scenario.hop_s:
             self._clock.after(self._scenario.hop_s, act)
         else:
@@ -173,7 +173,7 @@ class _World:
             ]
             self._following += count
             self._without_outcome[number] += count
-            self._hop(lambda groups=groups, number=number: self._arrive(number, groups))
+            self._hop(partial(self._arrive, number, groups))
 
     def _arrive(self, number: int, groups: Sequence[SimulatedGroup]) -> None:
         for group in groups:
@@ -181,7 +181,7 @@ class _World:
 
     def _score(self, groups: list[SimulatedGroup]) -> None:
         for group in groups:
-            self._hop(lambda group=group: self._pass_on(group, 0))
+            self._hop(partial(self._pass_on, group, 0))
 
     def _pass_on(self, group: SimulatedGroup, at: int) -> None:
         if at < len(self._scorers):

@@ -72,7 +72,7 @@ class Trainer:
         costs, size = scenario.trainer, scenario.group_size
         rollouts = size * len(self._groups)
         tokens = sum(group.tokens + scenario.prompt_tokens for group in self._groups)
-        seconds = costs.step_s + costs.rollout_s * rollouts + costs.token_s * tokens + costs.publish_s
+        seconds = costs.step_s + costs.rollout_s * rollouts + costs.token_s * tokens
         self._usage.begins()
         self._event = self._clock.after(seconds, self._made, shared=costs.shared)
 
@@ -87,19 +87,7 @@ class Trainer:
     def restart(self) -> None:
         """Be there again, where it was."""
         self._alive = True
-        if len(self._groups) == self._scenario.prompts_per_step:
-            groups, self._groups = self._groups, []
-            self._resume(groups)
         self.go_on()
-
-    def _resume(self, groups: list[SimulatedGroup]) -> None:
-        self._groups = groups[:-1]
-        last = groups[-1]
-        held = InOrder[tuple[SimulatedGroup, bool]](last.group_id)
-        held.put(last.group_id, (last, False))
-        for group, drop in self._queue.rest():
-            held.put(group.group_id, (group, drop))
-        self._queue = held
 
     def _let_in(self) -> None:
         size = self._scenario.group_size
