@@ -100,6 +100,11 @@ class Numbered:
 
     def _learn(self, session: int, heard: int, now: float) -> None:
         """What the other end has heard."""
+        if session > self._session or (session == self._session and heard > self._said):
+            # Another spoke before this end, and is told from it by a higher session alone.
+            self._session = session
+            self.begin_anew()
+            return
         if session != self._session:
             heard = 0
         elif heard < self._heard_of_ours:  # another one is there, which listens where the one before it did

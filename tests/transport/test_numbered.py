@@ -112,3 +112,13 @@ def test_whatever_connections_lose_each_message_arrives_once_and_in_order(seed: 
             ways = [[], []]
     for at in (0, 1):
         assert came[1 - at] == [b"%d" % number for number in range(said[at])]
+
+
+def test_one_that_follows_another_in_the_same_session_is_heard_from_its_first_message_on() -> None:
+    """As two trainers that a program opens at one address, with no scheduler that numbers them."""
+    reader, found = Numbered(), []
+    for writer in (Numbered(), Numbered(), Numbered()):
+        heard(writer, reader.frames(b"join", 0.0, is_kept=True))
+        found += heard(reader, *[writer.frames(b"%d" % number, 0.0, is_kept=True) for number in range(3)])
+        heard(writer, alive(reader))
+    assert found == [b"0", b"1", b"2"] * 3

@@ -1,5 +1,6 @@
 """Trainers' ranks and reader groups of the sharded weight plane, in one process, with the bytes they should hold."""
 
+import itertools
 import math
 import time
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from transport.weights.executors.device_memory import HostMemory
 
 FAST = Deadlines(heartbeat_s=0.05, gone_s=20.0, form_s=20.0, ready_s=10.0, transfer_s=10.0)
 DEADLINE_S = 30.0
+_attempts = itertools.count()
 
 
 def full(layout: Layout, version: int) -> dict[str, torch.Tensor]:
@@ -80,6 +82,7 @@ class Trainer:
     def __init__(self, layout: Layout, address: str, kind=ShardedWriter, **knobs) -> None:
         self.layout = layout
         knobs.setdefault("deadlines", FAST)
+        knobs.setdefault("attempt", next(_attempts))
         self.writers = [kind(layout, rank, address, **knobs) for rank in range(layout.ranks)]
 
     def publish(self, version: int) -> dict[str, torch.Tensor]:
