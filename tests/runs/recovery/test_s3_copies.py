@@ -41,6 +41,11 @@ def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
             endpoint_override=f"127.0.0.1:{number}", scheme="http", region="us-east-1", allow_bucket_creation=True
         )
         client.create_dir("bucket")
+        try:
+            with client.open_output_stream("bucket/whole") as probe:
+                probe.write(b"whole")
+        except OSError as error:
+            pytest.skip(f"this server takes no file in parts (moto 5.2.1 does not: its issue 10055): {error}")
         yield number
     finally:
         process.kill()
