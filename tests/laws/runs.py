@@ -165,7 +165,7 @@ SCHEDULER = (
     Law(
         "what a scheduler says that has just taken over is heard",
         "test_what_a_new_scheduler_sends_reaches_a_worker_that_finds_it_later",
-        "dataflow:_meet",
+        "dataflow.scheduler.failover:_expect",
         without("is_reachable"),
         "the wait for a worker's first message",
     ),
