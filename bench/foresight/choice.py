@@ -56,12 +56,12 @@ def choice(path: Path | None, policies: Path, kept: Path | None, names: Sequence
             policy(trial.policy, policies)
         seen = {trial.name: look(run_one(trial, policies, folder)) for trial in CALIBRATE}
         constants = calibrate(list(seen.values()))
-        texts = {trial.policy: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
+        texts = {trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
         picked, winners, worst = 0, set(), 0.0
         for trial in graphs:
             runs = {asked: look(run) for asked, run in _run_all(trial, policies, folder).items()}
             first = next(iter(runs.values()))
-            prompt, lengths = texts.setdefault(trial.policy, (first.prompt_tokens, first.lengths))
+            prompt, lengths = texts.setdefault(trial.texts, (first.prompt_tokens, first.lengths))
             found = choose(
                 build(trial, policies), Devices(cpus=CORES), constants=constants, steps=trial.steps,
                 workload=Workload(

@@ -5,8 +5,8 @@
 Every run is of the sorting graph (or of a policy with a heavy tail of lengths) on this machine's cores. Rewards are
 drawn at random for each rollout, the learning rate is next to 0, and policies have learned nothing, so that texts stay
 what they are, siblings differ, and every group has a signal: what is predicted is seconds and staleness, not learning.
-A prediction knows the graph, its placement, the constants of the two runs, and how long the texts of that policy are
-(from the run itself, for the policy with a tail).
+A prediction knows the graph, its placement, the constants of the two runs, and how long that policy's texts are: the
+first run that has them says so.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from graphs.tasks import sorting
 from operators.warm_start import warm_start
 
 RUN_TIMEOUT_S = 600.0
+LONG = 200
+"""Tokens of the longest completions of a run that calibrates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +43,25 @@ class Trial:
     group_size: int = 8
     prompts_per_step: int = 32
     replicas: int = 1
+    max_tokens: int = sorting.MAX_TOKENS
+    """Of a completion; a policy that has learned nothing ends some after every token."""
     slow: bool = False
     """Whether its scorer takes 50 ms, 32 calls of it at once."""
     steps: int = 120
 
+    @property
+    def texts(self) -> tuple[str, int]:
+        """What they depend on."""
+        return self.policy, self.max_tokens
 
-CALIBRATE = (Trial(name="small, asynchronous"), Trial(name="large, synchronous", policy="large", max_staleness=0))
+
+CALIBRATE = (
+    Trial(name="small, asynchronous"),
+    Trial(name="large, synchronous, long", policy="large", max_staleness=0, prompts_per_step=4, max_tokens=LONG,
+          steps=25),
+)  # fmt: skip
+"""They differ in all that the constants are to tell apart: sizes of the model, of a step and of a batch, which empties
+in the second one, and whether both sides compute at once."""
 PREDICT = (
     Trial(name="staleness 0", max_staleness=0),
     Trial(name="staleness 1", max_staleness=1),
@@ -71,8 +86,9 @@ def policy(name: str, policies: Path) -> Path:
     words = sorting.rows(20_000, seed=0)
     layers, width = {"small": (2, 128), "large": (4, 256)}[name]
     return warm_start(
-        policies / f"bench-unsorted-{name}", examples=((row["prompt"], row["answer"]) for row in words),
-        alphabet=sorting.ALPHABET, layers=layers, width=width, heads=4, steps=2, seed=0,
+        policies / f"bench-untrained-{name}", examples=((row["prompt"], row["answer"]) for row in words),
+        alphabet=sorting.ALPHABET, layers=layers, width=width, heads=4, steps=2,
+        max_positions=LONG + 32, seed=0,
     )  # fmt: skip
 
 
@@ -93,7 +109,7 @@ def build(trial: Trial, policies: Path) -> Any:
 
     rows = make_case("tail" if trial.policy == "tail" else "even", policies, quick=False).rows
     model = Model(str(policy(trial.policy, policies)))
-    longest = TAIL_TOKENS if trial.policy == "tail" else sorting.MAX_TOKENS
+    longest = TAIL_TOKENS if trial.policy == "tail" else trial.max_tokens
     graph = Graph("foreseen")
     reward = scorer(name="reward", concurrency=SCORER_CALLS if trial.slow else 1)(drawn)
     generator = Generator(model, group_size=trial.group_size, max_tokens=longest)
@@ -139,13 +155,13 @@ def main(arguments: Sequence[str]) -> None:
     )  # fmt: skip
 
 
-def predict(trial: Trial, policies: Path, constants: Any, texts: Mapping[str, Any]) -> Any:
-    """What is foreseen of it; texts: by policy, prompt tokens and lengths."""
+def predict(trial: Trial, policies: Path, constants: Any, texts: Mapping[Any, Any]) -> Any:
+    """What is foreseen of it; texts: prompt tokens and lengths, by policy and most tokens."""
     from dataflow import Devices
     from dataflow.foresight.foresee import foresee
     from dataflow.foresight.workload import Workload
 
-    prompt, lengths = texts[trial.policy]
+    prompt, lengths = texts[trial.texts]
     return foresee(
         build(trial, policies), Devices(cpus=2), replicas={"generator": trial.replicas}, steps=trial.steps,
         constants=constants, workload=Workload(
@@ -167,11 +183,11 @@ def own(path: Path | None, policies: Path, kept: Path | None) -> int:
         seen = {trial.name: look(run_one(trial, policies, folder)) for trial in CALIBRATE}
         constants = calibrate(list(seen.values()))
         console.print(described(constants), highlight=False, markup=False)
-        texts = {trial.policy: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
+        texts = {trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
         off: dict[str, list[float]] = {"step_s": [], "efficiency": [], "staleness": []}
         for trial in (*CALIBRATE, *PREDICT):
             run = seen.get(trial.name) or look(run_one(trial, policies, folder))
-            texts.setdefault(trial.policy, (run.prompt_tokens, run.lengths))
+            texts.setdefault(trial.texts, (run.prompt_tokens, run.lengths))
             made = predict(trial, policies, constants, texts)
             report.add(
                 case="own runs", system=trial.name, step_ms=1e3 * run.step_s, foreseen_ms=1e3 * made.step_s,

@@ -16,6 +16,7 @@ from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.generation import Replica
 from dataflow.foresight.least_squares import non_negative
+from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED, ASSUMED_CONSTANTS, Constants, Rates
 from dataflow.foresight.seen import Seen
 from dataflow.foresight.steps import CONSTANTS
@@ -23,7 +24,10 @@ from dataflow.foresight.training import BACKWARD, Learners
 
 _FREE = 1e6
 """Share of a rate that is reached where no seconds are seen to depend on it."""
-_ALONE = tuple(1 + 0.05 * step for step in range(11))
+_ALONE = tuple(1 + 0.05 * step for step in range(21))
+_PASSES = "seconds_forward_backward"
+_ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
+"""What a line of metrics.jsonl has of a training step."""
 
 
 def calibrate(runs: Sequence[Seen], kind: str = "cpu") -> Constants:
@@ -41,17 +45,19 @@ def calibrate(runs: Sequence[Seen], kind: str = "cpu") -> Constants:
                 f"which kind it was by --kind"
             )
     device = device_kind(kind)
-    found = [(alone, *_generator(runs, device, alone), *_learner(runs, device, alone)) for alone in _ALONE]
-    alone, generator, _, learner, _ = min(found, key=lambda each: each[2] + each[4])
+    generator = min((_generator(runs, device, alone) for alone in _ALONE), key=lambda found: found[1])[0]
+    learner = min((_learner(runs, device, alone) for alone in _ALONE), key=lambda found: found[1])[0]
     names = ", ".join(run.path.name for run in runs)
     return Constants(
-        generator=generator, learner=learner, row_s=_rows(runs), alone=alone,
+        generator=generator, learner=learner, row_s=_rows(runs),
         computed=float(np.mean([run.computed for run in runs])), source=f"calibrated on {names}",
     )  # fmt: skip
 
 
 def _generator(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Rates, float]:
-    """Rates, and what is left of the squares, as a share of them."""
+    """Rates, and what is left of the squares, as a share of them.
+
+    Of each stretch: its decode steps that began nothing, by about how many rollouts they carried on; and the rest."""
     x: list[list[float]] = []
     y: list[float] = []
     for run in runs:
@@ -60,38 +66,59 @@ def _generator(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Ra
             model=run.model, kind=kind, tensor_parallel=int(placed["ranks"]), dtype=_dtype(kind)
         )  # fmt: skip
         context = run.prompt_tokens + 0.6 * run.lengths.mean
+        once, token = replica.step(0.0, 0.0, _NOTHING), replica.step(1.0, context, _NOTHING)
+
+        def decoding(steps: float, tokens: float, once: Parts = once, token: Parts = token) -> list[float]:
+            compute = tokens * token.compute
+            return [steps, tokens, 0.0, compute, steps * once.memory + tokens * (token.memory - once.memory)]
+
         for each in run.stretches[run.generator]:
-            rollouts = each.rows_out
-            once, tokens = replica.step(0.0, 0.0, _NOTHING), replica.step(1.0, context, _NOTHING)
+            speed = _speed(each.busy_s, each.other_s, alone)
+            steps, tokens, busy_s = each.steps, each.tokens, each.busy_s
+            for size in each.decoded:
+                if size.steps:
+                    x.append(decoding(size.steps, size.rollouts))
+                    y.append(size.seconds * speed)
+                    steps, tokens, busy_s = steps - size.steps, tokens - size.rollouts, busy_s - size.seconds
+            rest, rollouts = decoding(max(0.0, steps), max(0.0, tokens)), each.rows_out
+            rest[2] = rollouts
             prompts = run.model.forward(rollouts / run.group_size * run.prompt_tokens, run.prompt_tokens / 2)
-            compute = each.tokens * tokens.compute + prompts / (replica.ranks * kind.rate(replica.dtype))
-            memory = each.steps * once.memory + each.tokens * (tokens.memory - once.memory)
-            x.append([each.steps, each.tokens, rollouts, compute, memory])
-            y.append(each.busy_s * _speed(each.busy_s, each.other_s, alone))
+            rest[3] += prompts / (replica.ranks * kind.rate(replica.dtype))
+            x.append(rest)
+            y.append(max(0.0, busy_s) * speed)
     (step_s, row_s, end_s, compute, memory), left = _fit(x, y)
     return replace(
-        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, compute=_share(compute), memory=_share(memory)
+        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, compute=_share(compute), memory=_share(memory), alone=alone
     ), left  # fmt: skip
 
 
 def _learner(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Rates, float]:
+    """As `_generator`: of each step its passes, and what is done once."""
     x: list[list[float]] = []
     y: list[float] = []
     for run in runs:
         placed = run.placed[run.trainer]
         ranks = int(placed["ranks"]) * int(placed["replicas"])
         learners = Learners(model=run.model, kind=kind, ranks=ranks, dtype=_dtype(kind))
-        tokens = run.computed * (run.lengths.mean + run.prompt_tokens / run.group_size)
-        passes = learners.passes(1.0, tokens, forward=1.0 + BACKWARD, sequences=1e9)
         rollouts = run.prompts_per_step * run.group_size
-        for each in run.stretches[run.trainer]:
-            x.append([
-                each.steps, each.steps * rollouts, each.steps * rollouts * passes.compute,
-                each.steps * learners.update().memory,
-            ])  # fmt: skip
-            y.append(each.busy_s * _speed(each.busy_s, each.other_s, alone))
-    (step_s, row_s, compute, memory), left = _fit(x, y)
-    return replace(ASSUMED, step_s=step_s, row_s=row_s, compute=_share(compute), memory=_share(memory)), left
+        busy_s, other_s, made = (
+            sum(getattr(each, name) for each in run.stretches[run.trainer]) for name in ("busy_s", "other_s", "steps")
+        )
+        speed = _speed(busy_s, other_s, alone)
+        told_s = float(np.mean([sum(line[each] for each in (_PASSES, *_ONCE)) for line in run.steps]))
+        untold_s = max(0.0, busy_s / made - told_s)
+        for line in run.steps:
+            passes = learners.passes(
+                rollouts, line["computed_tokens"] / rollouts, forward=1.0 + BACKWARD, sequences=1e9
+            )  # fmt: skip
+            x.append([1.0, learners.update().memory, 0.0, 0.0, 0.0])
+            y.append(sum(line[each] for each in _ONCE) * speed)
+            x.append([0.0, 0.0, 1.0, rollouts, passes.compute])
+            y.append((line[_PASSES] + untold_s) * speed)
+    (step_s, memory, passes_s, row_s, compute), left = _fit(x, y)
+    return replace(
+        ASSUMED, step_s=step_s + passes_s, row_s=row_s, compute=_share(compute), memory=_share(memory), alone=alone
+    ), left  # fmt: skip
 
 
 _NOTHING = Rates(step_s=0.0)
@@ -99,7 +126,7 @@ _NOTHING = Rates(step_s=0.0)
 
 def _fit(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[Sequence[float], float]:
     """Weighted so that, of a single column, it is the sum of seconds over the sum of what they were spent on."""
-    weights = 1 / np.sqrt(np.maximum(1e-9, np.array(x)[:, 0]))
+    weights = 1 / np.sqrt(np.maximum(0.01 * np.mean(y), y))
     there = np.array(y) * weights
     found, left = non_negative(np.array(x) * weights[:, None], there)
     return found.tolist(), left / max(1e-12, float(there @ there))
@@ -142,11 +169,12 @@ def described(constants: Constants) -> str:
             spent.append(f"{1e6 * rates.end_s:.3g} us a rollout that ends")
         for share, what in ((rates.compute, "of matrix products"), (rates.memory, "of memory's bandwidth")):
             spent.append(f"{share:.1%} {what}" if share < _FREE else f"nothing for {what.partition(' ')[2]}")
+        if rates.alone > 1:
+            spent.append(f"{rates.alone:.2f} times as fast alone as beside others")
         found.append(f"{role}: {', '.join(spent)}")
     for node, row_s in constants.row_s.items():
         found.append(f"{node}: {1e6 * row_s:.3g} us a row")
     found.append(f"a trainer passes over {constants.computed:.0%} of the tokens")
-    found.append(f"a process that computes alone is {constants.alone:.2f} times as fast as beside others")
     return "\n".join(found)
 
 

@@ -24,6 +24,8 @@ class Rates:
     """Of each rollout in a decode step, or in a training step, besides the model."""
     end_s: float = 0.0
     """Of each rollout that a generator begins and ends, besides its decode steps."""
+    alone: float = 1.0
+    """Speed of a process that computes alone on its host's cores, in that of one beside others."""
     cache_share: float = 0.85
     """Of a device's memory that weights and cache may take."""
     most_rollouts: int = 1024
@@ -53,8 +55,6 @@ class Constants:
     decode: str = "data-sheets"
     """Where a generator's seconds come from: one of dataflow.foresight.steps.CONSTANTS; by the rates above, or by what
     was measured."""
-    alone: float = 1.0
-    """Speed of a process that computes alone on its host's cores, in that of one beside others."""
     source: str = ASSUMED.source
 
 

@@ -122,7 +122,7 @@ def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = N
         scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.generator, trainer)},
         replicas=placement.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
         prompts_without_outcome=into.most_rows, queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
-        processors=Processors(cores=made.devices.cpus, alone=constants.alone) if shared else Processors(),
+        processors=Processors(cores=made.devices.cpus) if shared else Processors(),
         failures=failures or Failures(), seed=seed,
     ))  # fmt: skip
 
@@ -144,6 +144,7 @@ def _generator_costs(ground: Foreground, replica: Replica, *, shared: bool) -> G
     return GeneratorCosts(
         step_s=np.array(step), context_s=looks_back, prompt_s=prefill(replica, prompt, 1).seconds(rates),
         rollout_s=rates.end_s, adopt_s=ground.constants.adopt_s, shared=replica.ranks if shared else 0,
+        alone=rates.alone,
     )  # fmt: skip
 
 
@@ -157,7 +158,7 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
     return TrainerCosts(
         step_s=learners.update().seconds(rates) + rates.step_s, rollout_s=rates.row_s,
         token_s=ground.computed * passes / (rollouts * tokens), weights_s=ground.weights_s,
-        shared=learners.ranks if shared else 0,
+        shared=learners.ranks if shared else 0, alone=rates.alone,
     )  # fmt: skip
 
 

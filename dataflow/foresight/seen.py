@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,18 @@ from dataflow.structure import lines_of
 _STRETCHES = 6
 _FILES = 20
 """Of rollouts, that are read."""
+_OF_A_SIZE = {"steps": "steps", "rollouts": "rollouts", "seconds": "s"}
+_SIZE = re.compile(r"decode_\d+_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """Steps of about as many rollouts."""
+
+    steps: float
+    rollouts: float
+    """Summed over the steps."""
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +52,8 @@ class Stretch:
     tokens: float
     rows_in: float
     rows_out: float
+    decoded: Sequence[Decoded] = ()
+    """Decode steps that began no rollout, by about how many they carried on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,6 +179,10 @@ def _stretches(lines: Sequence[Mapping[str, Any]], node: str) -> list[Stretch]:
             other_s=max((spent(each, "busy") for each in now if each != node), default=0.0),
             steps=spent(node, "decode_steps") + spent(node, "step"), tokens=spent(node, "tokens"),
             rows_in=spent(node, "rows_in"), rows_out=spent(node, "rows_out"),
+            decoded=tuple(
+                Decoded(**{name: spent(node, f"decode_{size}_{key}") for name, key in _OF_A_SIZE.items()})
+                for size in sorted({key.split("_")[1] for key in now[node] if _SIZE.fullmatch(key)}, key=int)
+            ),
         )  # fmt: skip
         if made.seconds > 0 and min(made.busy_s, made.other_s, made.steps, made.rows_in, made.rows_out) >= 0:
             found.append(made)

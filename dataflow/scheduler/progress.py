@@ -17,8 +17,10 @@ from dataflow.structure import feeding, leading, lines_of
 
 _WINDOW_S = 5.0
 _SUMS = ("busy", "idle", "blocked")
-_COUNTED = ("tokens", "decode_steps", "version", "step")
+_COUNTED = ("tokens", "version", "step")
 """What a status has of work done."""
+_DECODED = "decode_"
+"""Before what it has of decode steps, by how many rollouts they carry on."""
 _DOING = {"first_evaluation": "first evaluation", "last_evaluation": "last evaluation"}
 """By phase, where no steps are made."""
 _DRAINING = "stopping after the step under way"
@@ -87,7 +89,7 @@ class Watch:
             name: {
                 "replicas": _present(node), "rows_in": node["rows_in"], "rows_out": node["rows_out"],
                 **{key: round(node["seconds"][key], 4) for key in _SUMS},
-                **{key: node["status"][key] for key in _COUNTED if key in node["status"]},
+                **{key: count for key, count in node["status"].items() if key in _COUNTED or key.startswith(_DECODED)},
             }
             for name, node in self._nodes.items()
         }  # fmt: skip

@@ -16,7 +16,7 @@ from dataflow.foresight.generation import Replica
 from dataflow.foresight.least_squares import non_negative
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Rates
-from dataflow.foresight.seen import Seen, Stretch
+from dataflow.foresight.seen import Decoded, Seen, Stretch
 from dataflow.foresight.training import BACKWARD, Learners
 from transport.weights.costs.decoder import Decoder
 
@@ -53,7 +53,9 @@ def made_run(
         )  # fmt: skip
     each = 0.5 * (mean + PROMPT / GROUP)
     passes = learners.passes(rollouts, each, forward=1 + BACKWARD, sequences=1e9).seconds(LEARNS)
-    step_s = (passes + learners.update().seconds(LEARNS) + LEARNS.step_s + rollouts * LEARNS.row_s) / alone
+    once_s = (learners.update().seconds(LEARNS) + LEARNS.step_s) / alone
+    passes_s = (passes + rollouts * LEARNS.row_s) / alone
+    step_s = passes_s + once_s
     trained = [
         Stretch(seconds=10.0, busy_s=n * step_s, other_s=other, steps=n, tokens=0, rows_in=n * rollouts, rows_out=0)
         for n in range(5, 11)
@@ -61,7 +63,8 @@ def made_run(
     scored = [Stretch(seconds=10.0, busy_s=0.5, other_s=other, steps=0, tokens=0, rows_in=1000, rows_out=1000)]
     line: dict[str, Any] = {
         "rollouts": rollouts, "groups": prompts, "completion_tokens_mean": mean, "staleness_mean": 0.0,
-        "computed_tokens": 0.5 * (rollouts * mean + prompts * PROMPT),
+        "computed_tokens": 0.5 * (rollouts * mean + prompts * PROMPT), "seconds_forward_backward": passes_s,
+        "seconds_optimizer": once_s / 4, "seconds_record": once_s / 2, "seconds_publish": once_s / 4,
     }  # fmt: skip
     return Seen(
         path=Path(name), generator="generator", trainer="trainer", model=model, max_staleness=0, group_size=GROUP,
@@ -81,7 +84,7 @@ def test_runs_of_several_sizes_give_back_the_constants_that_made_them() -> None:
         )
     ]  # fmt: skip
     found = calibrate(runs)
-    assert found.alone == 1.0 and found.row_s == {"reward": pytest.approx(0.5e-3)}
+    assert found.generator.alone == found.learner.alone == 1.0 and found.row_s == {"reward": pytest.approx(0.5e-3)}
     assert found.computed == pytest.approx(0.5)
     for name in ("step_s", "row_s", "end_s", "compute"):
         assert getattr(found.generator, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
@@ -97,8 +100,37 @@ def test_what_a_process_gains_alone_is_told_from_runs_in_turn_and_at_once() -> N
         made_run(sized(2, 128), mean=8.0, batch=50.0, name="c", alone=1.25),
         made_run(sized(4, 256), mean=30.0, batch=90.0, name="d", alone=1.25),
     ]  # fmt: skip
-    assert calibrate(runs).alone == pytest.approx(1.25)
-    assert calibrate(runs[:2]).alone == 1.0
+    for known, alone in ((runs, 1.25), (runs[:2], 1.0)):
+        found = calibrate(known)
+        assert (found.generator.alone, found.learner.alone) == (pytest.approx(alone), pytest.approx(alone))
+
+
+def test_a_run_whose_batch_empties_tells_the_seconds_of_a_step_from_those_of_a_rollout() -> None:
+    model = sized(2, 128)
+    replica, run = (
+        Replica(model=model, kind=device_kind("cpu"), dtype="float32"),
+        made_run(sized(2, 128), mean=8.0, batch=50.0, name="a"),
+    )
+
+    def emptying(stretch: Stretch) -> Stretch:
+        """With 400 more steps of 2, 20 and 200 rollouts each."""
+        sizes = [
+            Decoded(steps=400.0, rollouts=400.0 * batch,
+                    seconds=400 * replica.step(batch, PROMPT + 0.6 * 8.0, TRUE).seconds(TRUE))
+            for batch in (2, 20, 200)
+        ]  # fmt: skip
+        return replace(
+            stretch, decoded=sizes, steps=stretch.steps + 1200, tokens=stretch.tokens + 400 * 222,
+            busy_s=stretch.busy_s + sum(size.seconds for size in sizes),
+        )  # fmt: skip
+
+    emptied = replace(run, stretches=run.stretches | {"generator": list(map(emptying, run.stretches["generator"]))})
+    found = calibrate([emptied]).generator
+    for batch in (1, 8, 64, 256):
+        told, true = (replica.step(batch, 12.0, rates).seconds(rates) for rates in (found, TRUE))
+        assert told == pytest.approx(true, rel=0.02)
+    blind = calibrate([run]).generator
+    assert abs(replica.step(1, 12.0, blind).seconds(blind) / replica.step(1, 12.0, TRUE).seconds(TRUE) - 1) > 0.2
 
 
 def test_constants_go_into_a_file_and_come_back(tmp_path: Path) -> None:
