@@ -127,8 +127,8 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "workload": (
         str,
         "",
-        "tokens, a scorer's seconds and a filter's share to foresee with, as in mean=800,prompt=200,sigma=0.8,"
-        "reward.seconds=0.05,reward.drops=0.3",
+        "tokens, a scorer's seconds, a filter's share and ways to cut a model that are supposed to exist, to foresee "
+        "with, as in mean=800,prompt=200,sigma=0.8,reward.seconds=0.05,reward.drops=0.3,trainer.pipeline=4",
     ),
     "constants": (
         str,

@@ -24,16 +24,16 @@ CORES = 2
 TIE = 0.02
 """Of a step: two placements that differ by less are as fast as each other; the same run, made twice, differs so."""
 GRAPHS = (
-    Trial(name="small", steps=120),
-    Trial(name="small, synchronous", max_staleness=0, steps=120),
-    Trial(name="groups of 16", group_size=16, steps=80),
+    Trial(name="small", steps=60),
+    Trial(name="small, synchronous", max_staleness=0, steps=40),
+    Trial(name="groups of 16", group_size=16, steps=40),
     Trial(name="slow scorer", slow=True, steps=40),
-    Trial(name="slow scorer, staleness 1", slow=True, max_staleness=1, steps=40),
+    Trial(name="slow scorer, staleness 1", slow=True, max_staleness=1, steps=30),
     Trial(name="large", policy="large", steps=40),
-    Trial(name="large, synchronous", policy="large", max_staleness=0, steps=40),
+    Trial(name="large, synchronous", policy="large", max_staleness=0, steps=25),
     Trial(name="tail", policy="tail", steps=40),
-    Trial(name="tail, synchronous", policy="tail", max_staleness=0, steps=40),
-    Trial(name="tail, groups of 4", policy="tail", max_staleness=8, group_size=4, steps=60),
+    Trial(name="tail, synchronous", policy="tail", max_staleness=0, steps=20),
+    Trial(name="tail, groups of 4", policy="tail", max_staleness=8, group_size=4, steps=50),
 )
 
 

@@ -242,6 +242,11 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
         f"completions of {lengths.mean:,.0f} tokens in the mean, of {ground.generator.traits.max_tokens:,} at most, "
         + ("as a run had them" if workload.seen is not None else f"log-normal with a sigma of {workload.sigma:g}"),
     ]
+    found += [
+        f"'{node}' cut over {' and '.join(f'{many} ranks by {name}' for name, many in cut.items())}, which this engine "
+        f"does not run; memory as without"
+        for node, cut in workload.cuts.items()
+    ]
     free = [
         each.name for each in between(ground.graph, ground.generator, ground.trainer)
         if each.uses is None and each.name not in workload.row_s and each.name not in constants.row_s
@@ -276,18 +281,18 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     room = min(kind.memory_bytes for kind in kinds) if placement.gpus else ground.made.devices.memory_bytes or None
     made = Operation(
         node=operator.name, devices=" + ".join(f"{many} x {kind.name}" for kind, many in kinds.items()), count=count,
-        cut=f"{placement.replicas} x {placement.ranks} rank{'s' if placement.ranks > 1 else ''}", seconds=0.0,
+        cut=_cut(operator, placement, ground), seconds=0.0,
         need_bytes=placement.memory_bytes, room_bytes=room,
         kinds={kind.name: many for kind, many in kinds.items()} if placement.gpus else {},
     )  # fmt: skip
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     tokens = workload.prompt_tokens + ground.lengths.mean
     if operator is ground.generator:
-        alike = Counter(ground.replica(number) for number in range(placement.replicas))
-        found = {replica: _generation(replica, rollouts / placement.replicas, ground) for replica in alike}
+        alike = Counter(ground.replica(number) for number in range(ground.replicas))
+        found = {replica: _generation(replica, rollouts / ground.replicas, ground) for replica in alike}
         pace = sum(many / found[replica][0] for replica, many in alike.items())  # shares that they make in a second
         at_once = sum(many * found[replica][1] for replica, many in alike.items())
-        return replace(made, seconds=placement.replicas / pace, at_once=at_once)
+        return replace(made, seconds=ground.replicas / pace, at_once=at_once)
     rates, forward = ground.constants.learner, 1.0
     learners = ground.learners(operator)
     if operator.trains:
@@ -299,6 +304,12 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
         seconds = seconds * ground.computed + learners.update().seconds(rates) + rates.step_s
         seconds += rollouts * rates.row_s
     return replace(made, seconds=seconds)
+
+
+def _cut(operator: Operator, placement: Placement, ground: Foreground) -> str:
+    stages = ground.cut(operator.name, "pipeline") if operator is ground.generator else 1
+    ranks = placement.ranks * stages
+    return f"{placement.replicas // stages} x {ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def _generation(replica: Replica, rollouts: float, ground: Foreground) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from dataflow.foresight.simulation.scenario import (
 )
 from dataflow.foresight.steps import Steps, steps_of
 from dataflow.foresight.training import BACKWARD, Learners
-from dataflow.foresight.workload import Workload
+from dataflow.foresight.workload import CUTS, Workload
 from dataflow.node import Learn, Operator
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
@@ -82,36 +82,60 @@ class Foreground:
         placement = self.made.placements[node]
         return len(placement.gpus) or placement.replicas * placement.ranks
 
+    def cut(self, node: str, name: str) -> int:
+        """Over how many ranks an operator's model is supposed to be cut in this way; 1 where nobody says."""
+        return self.workload.cuts.get(node, {}).get(name, 1)
+
+    @property
+    def replicas(self) -> int:
+        """Of the generator; a supposed pipeline makes one of several. GraphError where it cannot."""
+        name = self.generator.name
+        count, stages = self.made.placements[name].replicas, self.cut(name, "pipeline")
+        if count % stages:
+            raise GraphError(
+                f"'{name}' has {count} replicas here, which make no pipelines of {stages}; suppose shorter ones, "
+                f"or give it more devices"
+            )
+        return count // stages
+
     def replica(self, number: int = 0) -> Replica:
         """One of the generator's."""
         operator, placement = self.generator, self.made.placements[self.generator.name]
         assert operator.uses is not None, "a generator has a model"
-        kind, dtype = self.kind(operator.name, number), operator.narrow or self.dtype
+        stages = self.cut(operator.name, "pipeline")
+        kind, dtype = self.kind(operator.name, number * stages), operator.narrow or self.dtype
         way = (kind, placement.ranks, dtype)
         if way not in self.measured:
             decoder = decoder_of(operator.uses.source)
             self.measured[way] = steps_of(self.constants.decode, decoder, kind, ranks=placement.ranks, dtype=dtype)
         return Replica(
             model=self.models[operator.uses.source], kind=kind, tensor_parallel=placement.ranks, dtype=dtype,
-            steps=self.measured[way],
+            pipeline_parallel=stages, steps=self.measured[way],
         )  # fmt: skip
 
     def learners(self, operator: Operator) -> Learners:
         """The ranks of a trainer, or of an operator that computes log-probabilities."""
         assert operator.uses is not None, "one that computes with a model"
-        placement = self.made.placements[operator.name]
+        ranks, tensor_parallel = self.ranks(operator.name), self.made.placements[operator.name].tensor_parallel
+        pipeline, context, expert = (self.cut(operator.name, each) for each in CUTS)
+        if ranks % (tensor_parallel * pipeline * context) or ranks % expert:
+            raise GraphError(
+                f"'{operator.name}' has {ranks} ranks, which cannot be cut {tensor_parallel} ways by tensors, "
+                f"{pipeline} by pipeline, {context} by context and {expert} by expert; suppose divisors, or give it "
+                f"other devices"
+            )
         return Learners(
-            model=self.models[operator.uses.source], kind=self.kind(operator.name), ranks=self.ranks(operator.name),
-            tensor_parallel=placement.tensor_parallel, dtype=self.dtype,
+            model=self.models[operator.uses.source], kind=self.kind(operator.name), ranks=ranks, dtype=self.dtype,
+            tensor_parallel=tensor_parallel, pipeline_parallel=pipeline, context_parallel=context,
+            expert_parallel=expert,
         )  # fmt: skip
 
 
 def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = None, seed: int = 0) -> Scenario:
     """The graph's bounds, the plan's sizes, and each operator's seconds."""
     graph, made, trainer, constants = ground.graph, ground.made, ground.trainer, ground.constants
-    placement = made.placements[ground.generator.name]
-    shared = not placement.gpus
-    replicas = [ground.replica(number) for number in range(placement.replicas)]
+    shared = not made.placements[ground.generator.name].gpus
+    replicas = [ground.replica(number) for number in range(ground.replicas)]
     costs = {each: _generator_costs(ground, each, shared=shared) for each in dict.fromkeys(replicas)}
     into = next(edge for edge in edges(graph) if edge.consumer == ground.generator.name)
     return coarse(Scenario(
@@ -120,7 +144,7 @@ def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = N
         generator=costs[replicas[0]], unlike=tuple(costs[each] for each in replicas) if len(costs) > 1 else (),
         trainer=_trainer_costs(ground, shared=shared),
         scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.generator, trainer)},
-        replicas=placement.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
+        replicas=ground.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
         prompts_without_outcome=into.most_rows, queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
         processors=Processors(cores=made.devices.cpus) if shared else Processors(),
         failures=failures or Failures(), seed=seed,

@@ -1,4 +1,5 @@
-"""What nobody can know of a run before it: how long texts are, what a scorer takes, what a filter drops."""
+"""What nobody can know of a run before it: how long texts are, what a scorer takes, what a filter drops; and what is
+supposed of it that this engine does not run."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dataflow.errors import GraphError, nearest
 from dataflow.foresight.lengths import Lengths
-from dataflow.node import Operator
+from dataflow.node import Generate, Operator
 from dataflow.structure import Structure
 
 PROMPT_TOKENS, SIGMA = 200.0, 0.8
@@ -16,6 +17,8 @@ _CUT = 0.25
 """Mean length of completions over the most that they may have, where nobody says."""
 _NAMES = {"mean": "mean_tokens", "prompt": "prompt_tokens", "sigma": "sigma", "computed": "computed"}
 _OF_NODE = {"seconds": "row_s", "drops": "drops"}
+CUTS = ("pipeline", "context", "expert")
+"""Ways to cut a model over ranks that this engine does not run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class Workload:
     """Seconds of a row, by operator."""
     drops: Mapping[str, float] = field(default_factory=dict)
     """Share of groups that an operator gives up."""
+    cuts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By operator, over how many ranks its model is supposed to be cut, each of `CUTS`."""
 
     def lengths(self, generator: Operator) -> Lengths:
         """Of completions. GraphError where they cannot be."""
@@ -54,14 +59,24 @@ class Workload:
 
     def check(self, graph: Structure) -> None:
         """GraphError for an operator that the graph does not have."""
-        for name in (*self.row_s, *self.drops):
+        for name in (*self.row_s, *self.drops, *self.cuts):
             if name not in graph.operators:
                 hint = nearest(name, graph.operators) or f"; it has {sorted(graph.operators)}"
                 raise GraphError(f"a workload tells of '{name}', which graph '{graph.name}' does not have{hint}")
+        for name, cut in self.cuts.items():
+            operator = graph.operators[name]
+            allowed = CUTS if operator.trains else CUTS[:1] if isinstance(operator, Generate) else ()
+            if unknown := sorted(set(cut) - set(allowed)):
+                known = ", ".join(allowed) or "nothing"
+                raise GraphError(
+                    f"'{name}' is supposed to be cut by {', '.join(unknown)}, of which no cost is known; of it {known} "
+                    f"can be supposed"
+                )
 
 
 def read_workload(text: str) -> Workload:
-    """`mean=800,prompt=200,sigma=0.8,reward.seconds=0.05,reward.drops=0.3`; tokens, seconds of a row, share of groups.
+    """`mean=800,prompt=200,sigma=0.8,reward.seconds=0.05,reward.drops=0.3,trainer.pipeline=4`; tokens, seconds of a
+    row, share of groups, ranks.
 
     GraphError for what cannot be read.
 
@@ -70,6 +85,7 @@ def read_workload(text: str) -> Workload:
     """
     found: dict[str, float] = {}
     of_node: dict[str, dict[str, float]] = {each: {} for each in _OF_NODE.values()}
+    cuts: dict[str, dict[str, int]] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         match = re.fullmatch(r"(?:([\w-]+)\.)?(\w+)\s*=\s*([-+.\w]+)", part)
         try:
@@ -78,6 +94,8 @@ def read_workload(text: str) -> Workload:
             node, name, number = match[1], match[2], float(match[3])
             if node is None:
                 found[_NAMES[name]] = number
+            elif name in CUTS:
+                cuts.setdefault(node, {})[name] = int(match[3])
             else:
                 of_node[_OF_NODE[name]][node] = number
         except (KeyError, ValueError):
@@ -85,7 +103,7 @@ def read_workload(text: str) -> Workload:
                 f"a workload to foresee with is {text!r}, which cannot be read at {part!r}; write it as mean=800,"
                 f"prompt={PROMPT_TOKENS:g},sigma={SIGMA:g},reward.seconds=0.05,reward.drops=0.3"
             ) from None
-        if not 0 <= number < float("inf") or (name == "drops" and number >= 1):
-            least = "a share below 1" if name == "drops" else "0 or more"
+        if not (name in CUTS) <= number < float("inf") or (name == "drops" and number >= 1):
+            least = "a share below 1" if name == "drops" else "1 or more" if name in CUTS else "0 or more"
             raise GraphError(f"a workload to foresee with is {text!r}, but {part!r} cannot be; give {least}")
-    return Workload(**found, **of_node)  # type: ignore[arg-type]
+    return Workload(**found, **of_node, cuts=cuts)  # type: ignore[arg-type]

@@ -13,12 +13,12 @@ from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choice.candidates import candidates
 from dataflow.foresight.choice.search import best_ways, choose
 from dataflow.foresight.choice.told import ways
-from dataflow.foresight.foresee import foresee
+from dataflow.foresight.foresee import Foreseen, foresee
 from dataflow.foresight.kernel_tables import _read
 from dataflow.foresight.report import lines
 from dataflow.foresight.spec import read_devices
 from dataflow.foresight.staleness import mean_staleness
-from dataflow.foresight.workload import Workload
+from dataflow.foresight.workload import Workload, read_workload
 from operators import Generator, Logprobs, Prompts, Trainer
 from operators.credit import advantage
 from operators.losses import aipo
@@ -224,6 +224,36 @@ def test_forms_of_which_no_cost_is_known_are_refused_and_fp8_takes_half_the_memo
         foresee(graph(model, weights="int8_dynamic"), room, gpus=EIGHT_AND_EIGHT)
     with pytest.raises(GraphError, match="has adapters, of which no cost is known"):
         foresee(graph(replace(model, lora=LoRA(rank=8))), room, gpus=EIGHT_AND_EIGHT)
+
+
+def test_ways_to_cut_a_model_that_no_run_has_are_foreseen_on_request_and_said_to_be_supposed(model: Model) -> None:
+    room, how = read_devices("32xH100"), {"gpus": {"generator": 16, "trainer": 16}, "simulated": False}
+
+    def cut(text: str) -> Foreseen:
+        return foresee(graph(model), room, workload=read_workload(f"mean=256,{text}"), **how)
+
+    plain, piped, context, both = (
+        cut(text) for text in ("", "trainer.pipeline=4", "trainer.context=2,trainer.pipeline=2", "generator.pipeline=4")
+    )
+    makes, trains = ({each.node: each.seconds for each in made.operations} for made in (plain, piped))
+    turns = 1024 / (16 / 4)
+    assert trains["generator"] == makes["generator"]
+    assert trains["trainer"] / makes["trainer"] == pytest.approx((turns + 3) / turns, rel=1e-3)
+    assert "'trainer' cut over 4 ranks by pipeline, which this engine does not run" in lines(piped)
+    assert "2 ranks by context and 2 ranks by pipeline" in lines(context)
+    assert both.operations[0].cut == "4 x 4 ranks" and plain.operations[0].cut == "16 x 1 rank"
+    assert foresee(graph(model), room, workload=read_workload("generator.pipeline=4"), gpus=how["gpus"]).step_s > 0
+    for text, why in (
+        ("trainer.pipeline=3", "'trainer' has 16 ranks, which cannot be cut 1 ways by tensors, 3 by pipeline"),
+        ("generator.pipeline=5", "16 replicas here, which make no pipelines of 5"),
+        ("generator.context=2", "'generator' is supposed to be cut by context, of which no cost is known; of it pipe"),
+        ("reward.pipeline=2", "'reward' is supposed to be cut by pipeline, of which no cost is known; of it nothing"),
+        ("trainer.pipeline=0", "cannot be; give 1 or more"),
+        ("trainer.pipeline=1.5", "cannot be read at"),
+        ("trainers.pipeline=2", "a workload tells of 'trainers'"),
+    ):
+        with pytest.raises(GraphError, match=why):
+            cut(text)
 
 
 def test_lengths_that_are_given_count(model: Model) -> None:
