@@ -43,6 +43,8 @@ class Trial:
     group_size: int = 8
     prompts_per_step: int = 32
     replicas: int = 1
+    ranks: int = 1
+    """Of the generator, and of the trainer."""
     max_tokens: int = sorting.MAX_TOKENS
     """Of a completion; a policy that has learned nothing ends some after every token."""
     slow: bool = False
@@ -62,6 +64,11 @@ CALIBRATE = (
 )  # fmt: skip
 """They differ in all that the constants are to tell apart: sizes of the model, of a step and of a batch, which empties
 in the second one, and whether both sides compute at once."""
+CUT = (
+    Trial(name="small, two ranks", ranks=2, max_staleness=0, steps=40),
+    Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, steps=25),
+)
+"""They say what ranks on cores take to wait for each other; only the choice of placements needs them."""
 PREDICT = (
     Trial(name="staleness 0", max_staleness=0),
     Trial(name="staleness 1", max_staleness=1),
@@ -112,7 +119,9 @@ def build(trial: Trial, policies: Path) -> Any:
     longest = TAIL_TOKENS if trial.policy == "tail" else trial.max_tokens
     graph = Graph("foreseen")
     reward = scorer(name="reward", concurrency=SCORER_CALLS if trial.slow else 1)(drawn)
-    generator = Generator(model, group_size=trial.group_size, max_tokens=longest)
+    generator = Generator(
+        model, group_size=trial.group_size, max_tokens=longest, tensor_parallel=trial.ranks
+    )  # fmt: skip
     trainer = Trainer(model, loss=aipo, prompts_per_step=trial.prompts_per_step, lr=1e-7, normalize="rollouts")
     prompts = Prompts(list(rows), columns=("answer",), shuffle_seed=0)
     trainer(advantage(reward(generator(graph.source(prompts)))))
@@ -149,9 +158,10 @@ def main(arguments: Sequence[str]) -> None:
     from dataflow import run
 
     name, policies, runs = arguments
-    trial = next(each for each in (*CALIBRATE, *PREDICT) if each.name == name)
+    trial = next(each for each in (*CALIBRATE, *CUT, *PREDICT) if each.name == name)
     run(
-        build(trial, Path(policies)), steps=trial.steps, replicas={"generator": trial.replicas}, runs=runs, quiet=True
+        build(trial, Path(policies)), steps=trial.steps, replicas={"generator": trial.replicas},
+        ranks={"trainer": trial.ranks}, runs=runs, quiet=True,
     )  # fmt: skip
 
 

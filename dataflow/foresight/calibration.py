@@ -18,6 +18,7 @@ from dataflow.foresight.generation import Replica
 from dataflow.foresight.least_squares import non_negative
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED, ASSUMED_CONSTANTS, Constants, Rates
+from dataflow.foresight.scenarios import exchanges_of
 from dataflow.foresight.seen import Seen
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.training import BACKWARD, Learners
@@ -25,6 +26,8 @@ from dataflow.foresight.training import BACKWARD, Learners
 _FREE = 1e6
 """Share of a rate that is reached where no seconds are seen to depend on it."""
 _ALONE = tuple(1 + 0.05 * step for step in range(21))
+_CORES_EXCHANGE_S = 150e-6
+"""Of two processes on cores, assumed: about what gloo takes for few bytes."""
 _PASSES = "seconds_forward_backward"
 _ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
 """What a line of metrics.jsonl has of a training step."""
@@ -68,9 +71,11 @@ def _generator(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Ra
         context = run.prompt_tokens + 0.6 * run.lengths.mean
         once, token = replica.step(0.0, 0.0, _NOTHING), replica.step(1.0, context, _NOTHING)
 
-        def decoding(steps: float, tokens: float, once: Parts = once, token: Parts = token) -> list[float]:
-            compute = tokens * token.compute
-            return [steps, tokens, 0.0, compute, steps * once.memory + tokens * (token.memory - once.memory)]
+        def decoding(
+            steps: float, tokens: float, replica: Replica = replica, once: Parts = once, token: Parts = token
+        ) -> list[float]:
+            memory = steps * once.memory + tokens * (token.memory - once.memory)
+            return [steps, tokens, 0.0, tokens * token.compute, memory, steps * replica.exchanges]
 
         for each in run.stretches[run.generator]:
             speed = _speed(each.busy_s, each.other_s, alone)
@@ -86,9 +91,11 @@ def _generator(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Ra
             rest[3] += prompts / (replica.ranks * kind.rate(replica.dtype))
             x.append(rest)
             y.append(max(0.0, busy_s) * speed)
-    (step_s, row_s, end_s, compute, memory), left = _fit(x, y)
+    (step_s, row_s, end_s, compute, memory, exchange_s), left = _fit(x, y)
+    cut = any(int(run.placed[run.generator]["ranks"]) > 1 for run in runs)
     return replace(
-        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, compute=_share(compute), memory=_share(memory), alone=alone
+        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, compute=_share(compute), memory=_share(memory), alone=alone,
+        exchange_s=exchange_s if cut else _unseen_exchange_s(kind),
     ), left  # fmt: skip
 
 
@@ -111,14 +118,21 @@ def _learner(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Rate
             passes = learners.passes(
                 rollouts, line["computed_tokens"] / rollouts, forward=1.0 + BACKWARD, sequences=1e9
             )  # fmt: skip
-            x.append([1.0, learners.update().memory, 0.0, 0.0, 0.0])
+            x.append([1.0, learners.update().memory, 0.0, 0.0, 0.0, 0.0])
             y.append(sum(line[each] for each in _ONCE) * speed)
-            x.append([0.0, 0.0, 1.0, rollouts, passes.compute])
+            x.append([0.0, 0.0, 1.0, rollouts, passes.compute, exchanges_of(learners)])
             y.append((line[_PASSES] + untold_s) * speed)
-    (step_s, memory, passes_s, row_s, compute), left = _fit(x, y)
+    (step_s, memory, passes_s, row_s, compute, exchange_s), left = _fit(x, y)
+    cut = any(int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"]) > 1 for run in runs)
     return replace(
-        ASSUMED, step_s=step_s + passes_s, row_s=row_s, compute=_share(compute), memory=_share(memory), alone=alone
+        ASSUMED, step_s=step_s + passes_s, row_s=row_s, compute=_share(compute), memory=_share(memory), alone=alone,
+        exchange_s=exchange_s if cut else _unseen_exchange_s(kind),
     ), left  # fmt: skip
+
+
+def _unseen_exchange_s(kind: DeviceKind) -> float:
+    """Where no run was cut over ranks."""
+    return _CORES_EXCHANGE_S if kind.name == "cpu" else ASSUMED.exchange_s
 
 
 _NOTHING = Rates(step_s=0.0)
@@ -169,6 +183,7 @@ def described(constants: Constants) -> str:
             spent.append(f"{1e6 * rates.end_s:.3g} us a rollout that ends")
         for share, what in ((rates.compute, "of matrix products"), (rates.memory, "of memory's bandwidth")):
             spent.append(f"{share:.1%} {what}" if share < _FREE else f"nothing for {what.partition(' ')[2]}")
+        spent.append(f"{1e6 * rates.exchange_s:.3g} us an exchange between ranks")
         if rates.alone > 1:
             spent.append(f"{rates.alone:.2f} times as fast alone as beside others")
         found.append(f"{role}: {', '.join(spent)}")

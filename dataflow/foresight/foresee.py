@@ -17,7 +17,7 @@ from dataflow.foresight.generation import Replica, generate, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
-from dataflow.foresight.scenarios import Foreground, between, scenario_of
+from dataflow.foresight.scenarios import Foreground, between, once_s, scenario_of
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
@@ -301,8 +301,7 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     parts = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts)
     seconds = parts.seconds(rates)
     if operator.trains:
-        seconds = seconds * ground.computed + learners.update().seconds(rates) + rates.step_s
-        seconds += rollouts * rates.row_s
+        seconds = seconds * ground.computed + once_s(learners, rates) + rollouts * rates.row_s
     return replace(made, seconds=seconds)
 
 

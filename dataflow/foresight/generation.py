@@ -74,16 +74,19 @@ class Replica:
         return Parts(
             memory=nbytes / (self.tensor_parallel * kind.memory_bytes_per_s),
             compute=model.forward(rollouts, context) / (self.tensor_parallel * kind.rate(self.dtype)),
-            links=stages * (all_reduces(model, kind, self.tensor_parallel, each) + self._latency(rates)),
-            fixed=rates.step_s + rollouts * rates.row_s,
+            links=stages * all_reduces(model, kind, self.tensor_parallel, each),
+            fixed=rates.step_s + rollouts * rates.row_s + stages * self._latency(rates),
         )
+
+    @property
+    def exchanges(self) -> int:
+        """All-reduces of a decode step."""
+        return PER_LAYER * self.model.layers if self.tensor_parallel > 1 else 0
 
     def _latency(self, rates: Rates) -> float:
         """Of the all-reduces of one stage, however few bytes they carry."""
-        if self.tensor_parallel == 1:
-            return 0.0
         once = rates.far_exchange_s if self.tensor_parallel > self.kind.per_node else rates.exchange_s
-        return PER_LAYER * self.model.layers * once
+        return self.exchanges * once
 
 
 def generate(replica: Replica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates) -> Parts:

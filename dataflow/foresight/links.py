@@ -8,6 +8,10 @@ from dataflow.foresight.counts import Counts
 PER_LAYER = 2
 """All-reduces of tensor parallelism: behind attention and behind the MLP (Shoeybi et al., arXiv 1909.08053)."""
 
+PER_LEARNT_LAYER = 3
+"""Exchanges of ranks that each hold a part of the weights: gathered for the forward and for the backward pass,
+gradients reduced and dealt out (Zhao et al., arXiv 2304.11277)."""
+
 
 def all_reduces(model: Counts, kind: DeviceKind, ranks: int, tokens: float) -> float:
     """Of the hidden states of so many tokens, in all layers.

@@ -13,7 +13,8 @@ from dataflow.foresight.catalogue import DeviceKind
 from dataflow.foresight.counts import Counts, decoder_of
 from dataflow.foresight.generation import Replica, prefill
 from dataflow.foresight.lengths import Lengths
-from dataflow.foresight.rates import Constants
+from dataflow.foresight.links import PER_LEARNT_LAYER
+from dataflow.foresight.rates import Constants, Rates
 from dataflow.foresight.simulation.clock import Processors
 from dataflow.foresight.simulation.scenario import (
     Failures,
@@ -180,10 +181,21 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
     forward = 1.0 + BACKWARD + trainer.traits.gradient_checkpointing
     passes = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
     return TrainerCosts(
-        step_s=learners.update().seconds(rates) + rates.step_s, rollout_s=rates.row_s,
+        step_s=once_s(learners, rates), rollout_s=rates.row_s,
         token_s=ground.computed * passes / (rollouts * tokens), weights_s=ground.weights_s,
         shared=learners.ranks if shared else 0, alone=rates.alone,
     )  # fmt: skip
+
+
+def once_s(learners: Learners, rates: Rates) -> float:
+    """What a training step does once. On cores its ranks' exchanges are part of it; accelerators compute meanwhile."""
+    exchanges = exchanges_of(learners) if learners.kind.name == "cpu" else 0
+    return learners.update().seconds(rates) + rates.step_s + exchanges * rates.exchange_s
+
+
+def exchanges_of(learners: Learners) -> int:
+    """Of the ranks of a trainer, in a step of one micro-batch."""
+    return PER_LEARNT_LAYER * (learners.model.layers + 1) if learners.ranks > 1 else 0
 
 
 def _scorer_costs(ground: Foreground, operator: Operator) -> ScorerCosts:

@@ -16,12 +16,13 @@ from dataflow.foresight.generation import Replica
 from dataflow.foresight.least_squares import non_negative
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Rates
+from dataflow.foresight.scenarios import exchanges_of
 from dataflow.foresight.seen import Decoded, Seen, Stretch
 from dataflow.foresight.training import BACKWARD, Learners
 from transport.weights.costs.decoder import Decoder
 
-TRUE = Rates(step_s=2e-3, row_s=3e-5, end_s=1e-4, compute=0.2, memory=1e6)
-LEARNS = Rates(step_s=0.02, row_s=1e-4, compute=0.1, memory=1e6)
+TRUE = Rates(step_s=2e-3, row_s=3e-5, end_s=1e-4, compute=0.2, memory=1e6, exchange_s=3e-4)
+LEARNS = Rates(step_s=0.02, row_s=1e-4, compute=0.1, memory=1e6, exchange_s=7e-4)
 GROUP, PROMPTS, PROMPT = 8, 32, 7.0
 
 
@@ -32,12 +33,20 @@ def sized(layers: int, width: int) -> Counts:
 
 
 def made_run(
-    model: Counts, *, mean: float, batch: float, name: str, alone: float = 1.0, gpus: int = 0, prompts: int = PROMPTS
+    model: Counts,
+    *,
+    mean: float,
+    batch: float,
+    name: str,
+    alone: float = 1.0,
+    gpus: int = 0,
+    prompts: int = PROMPTS,
+    ranks: int = 1,
 ) -> Seen:
     """A run whose operators took exactly what these rates say; alone: how much faster, all of its seconds alone."""
     cpu = device_kind("cpu")
-    replica = Replica(model=model, kind=cpu, dtype="float32")
-    learners = Learners(model=model, kind=cpu, ranks=1, dtype="float32")
+    replica = Replica(model=model, kind=cpu, dtype="float32", tensor_parallel=ranks)
+    learners = Learners(model=model, kind=cpu, ranks=ranks, dtype="float32")
     rollouts, stretches = GROUP * prompts, []
     other = 0.0 if alone > 1 else 1e3
     for number in range(1, 7):
@@ -45,7 +54,7 @@ def made_run(
         steps = tokens / batch
         context = PROMPT + 0.6 * mean
         decode = replica.step(batch, context, TRUE).seconds(TRUE) * steps
-        prefill = model.forward(number * prompts * PROMPT, PROMPT / 2) / cpu.rate("float32") / TRUE.compute
+        prefill = model.forward(number * prompts * PROMPT, PROMPT / 2) / (ranks * cpu.rate("float32") * TRUE.compute)
         busy = decode + prefill + number * rollouts * TRUE.end_s
         stretches.append(
             Stretch(seconds=10.0, busy_s=busy / alone, other_s=other, steps=steps, tokens=tokens, rows_in=0,
@@ -54,7 +63,7 @@ def made_run(
     each = 0.5 * (mean + PROMPT / GROUP)
     passes = learners.passes(rollouts, each, forward=1 + BACKWARD, sequences=1e9).seconds(LEARNS)
     once_s = (learners.update().seconds(LEARNS) + LEARNS.step_s) / alone
-    passes_s = (passes + rollouts * LEARNS.row_s) / alone
+    passes_s = (passes + rollouts * LEARNS.row_s + exchanges_of(learners) * LEARNS.exchange_s) / alone
     step_s = passes_s + once_s
     trained = [
         Stretch(seconds=10.0, busy_s=n * step_s, other_s=other, steps=n, tokens=0, rows_in=n * rollouts, rows_out=0)
@@ -68,7 +77,7 @@ def made_run(
     }  # fmt: skip
     return Seen(
         path=Path(name), generator="generator", trainer="trainer", model=model, max_staleness=0, group_size=GROUP,
-        placed={node: {"ranks": 1, "replicas": 1, "gpus": gpus} for node in ("generator", "trainer", "reward")},
+        placed={node: {"ranks": ranks, "replicas": 1, "gpus": gpus} for node in ("generator", "trainer", "reward")},
         prompts_per_step=prompts, prompt_tokens=PROMPT, lengths=Lengths.of([mean]),
         stretches={"generator": stretches, "trainer": trained, "reward": scored},
         steps=[{**line, "seconds": float(number)} for number in range(10)],
@@ -131,6 +140,22 @@ def test_a_run_whose_batch_empties_tells_the_seconds_of_a_step_from_those_of_a_r
         assert told == pytest.approx(true, rel=0.02)
     blind = calibrate([run]).generator
     assert abs(replica.step(1, 12.0, blind).seconds(blind) / replica.step(1, 12.0, TRUE).seconds(TRUE) - 1) > 0.2
+
+
+def test_what_ranks_take_to_wait_for_each_other_is_told_by_runs_that_have_some() -> None:
+    shapes = ((2, 128, 8.0, 50.0, 32), (4, 256, 40.0, 100.0, 32), (3, 192, 15.0, 20.0, 8), (2, 512, 12.0, 30.0, 32))
+    single, cut = (
+        [
+            made_run(sized(layers, width), mean=mean, batch=batch, prompts=prompts, name=f"{layers}", ranks=ranks)
+            for layers, width, mean, batch, prompts in shapes
+        ]
+        for ranks in (1, 2)
+    )
+    found = calibrate([*single, *cut])
+    assert found.generator.exchange_s == pytest.approx(TRUE.exchange_s, rel=0.05)
+    assert found.learner.exchange_s == pytest.approx(LEARNS.exchange_s, rel=0.05)
+    assert "300 us an exchange between ranks" in described(found)
+    assert calibrate(single).generator.exchange_s == calibrate(single).learner.exchange_s == 150e-6
 
 
 def test_constants_go_into_a_file_and_come_back(tmp_path: Path) -> None:
