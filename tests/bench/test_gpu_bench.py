@@ -49,6 +49,7 @@ def test_what_does_not_fit_into_the_time_is_skipped_with_its_reason(tmp_path):
     assert len(lines) == 14 + len(gpu_trainer.served(torch.device("cpu"))) + len(gpu_shared.STALENESS)
 
 
+@pytest.mark.slow
 def test_a_system_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
     def broken(*_):
         raise RuntimeError("out of memory")

@@ -49,6 +49,7 @@ def test_both_graphs_run_without_a_gpu(tmp_path):
     assert found["sync"]["staleness"] == 0 and all(row["rollouts_per_s"] > 0 for row in found.values())
 
 
+@pytest.mark.slow
 def test_a_way_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
     right = gpu_trainer.step_figures
 

@@ -48,6 +48,7 @@ def test_every_system_runs_between_two_processes_without_a_gpu(tmp_path):
         assert 0 < row["adopt_ms"] < row["visible_ms"] and row["publish_ms"] > 0
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_says_why_and_the_next_one_has_a_process_of_its_own(tmp_path, monkeypatch):
     bad = gpu_weights.split
     monkeypatch.setattr(gpu_weights, "SYSTEMS", ("ours_view",))
