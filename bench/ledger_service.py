@@ -57,8 +57,10 @@ def measure(opened: Callable[[str], BaseLedger], steps: int) -> dict[str, float]
             for state in ("generating", "generated", "scored"):
                 for first in range(0, GROUPS, MARKED):
                     timed("mark", partial(generator.advance, "prompts", groups[first : first + MARKED], state))
-            given = {"version": step, "source": "prompts", "trained": groups, "metrics": METRICS}
-            timed("step", partial(trainer.commit_step, "trainer", step, **given))
+            commit = partial(
+                trainer.commit_step, "trainer", step, version=step, source="prompts", trained=groups, metrics=METRICS
+            )  # fmt: skip
+            timed("step", commit)
             if step % 50 == 0:
                 timed("flush", trainer.flush)
         seconds = time.perf_counter() - began

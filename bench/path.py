@@ -50,6 +50,7 @@ import pyarrow.compute as pc
 from bench.report import Report
 from dataflow import run
 from graphs import sorting
+from graphs.tasks import sorting as task
 
 ROOT = Path(__file__).parents[1]
 AnyArray: TypeAlias = np.ndarray[Any, Any]
@@ -258,7 +259,7 @@ class Holder:
         if kind.__module__.split(".")[0] not in PRODUCT or self._is_known_not_to(value):
             return False
         names = {*getattr(value, "__dict__", ()), *(slot for base in kind.__mro__ for slot in _slots(base))}
-        frozen = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        frozen = dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen
         held = {"tokens", "logprobs"} <= names or any(
             (frozen or not _is_mutable(item)) and self.has(item, name, deep - 1, lists=frozen)
             for name in names
@@ -395,7 +396,7 @@ def follow(work: Path) -> Path:
     traced.mkdir()
     graph = sorting.build(policy=str(work / "policy"), eval_every=1000)
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
-    letters = {letter: tokenizer.encode(letter, add_special_tokens=False)[0] for letter in sorting.sorting.ALPHABET}
+    letters = {letter: tokenizer.encode(letter, add_special_tokens=False)[0] for letter in task.ALPHABET}
     marks = Marks(letters)
     tracer = Tracer(traced, marks)
     done = threading.Event()

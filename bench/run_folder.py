@@ -35,7 +35,7 @@ def step_rows(step: int, first: int, prompts: int, group: int, tokens: int) -> p
     chosen[offsets[:-1]] = False
     versions = np.where(chosen, max(0, step - 1 - step % 3), -1).astype(np.int32)
 
-    def ragged(values: np.ndarray) -> pa.ListArray:  # type: ignore[type-arg]
+    def ragged(values: np.ndarray) -> pa.ListArray:
         return pa.ListArray.from_arrays(offsets, pa.array(values))
 
     made = {
@@ -100,8 +100,8 @@ def measure_files(report: Report, tokens: int, prompts: int, times: int) -> None
         name = f"{codec.name}, level {codec.compression_level}" if codec else "as it is"
         report.add(
             case=f"{prompts * GROUP} rollouts of {tokens:,} tokens", system=name,
-            megabytes=len(content) / 1e6, write_ms=1e3 * seconds(lambda codec=codec: encoded(rows, codec), times),
-            read_ms=1e3 * seconds(lambda content=content: decoded(content), times),
+            megabytes=len(content) / 1e6, write_ms=1e3 * seconds(lambda codec=codec: encoded(rows, codec), times),  # type: ignore[misc]
+            read_ms=1e3 * seconds(lambda content=content: decoded(content), times),  # type: ignore[misc]
         )  # fmt: skip
 
 

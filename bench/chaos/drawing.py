@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from bench.chaos.figures import DRAWN
-from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger.base import BaseLedger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.records import GROUP_ID
 from dataflow.runtime import Batch, Context
@@ -34,7 +34,7 @@ class _Book:
 class _Told:
     """A ledger that tells the book of the groups that the generator says it has begun."""
 
-    def __init__(self, inner: Ledger, book: _Book) -> None:
+    def __init__(self, inner: BaseLedger, book: _Book) -> None:
         self._inner, self._book = inner, book
 
     def advance(self, source: str, group_ids: Iterable[int], state: str) -> None:
@@ -52,7 +52,7 @@ class Counting(GeneratorRuntime):
     def __init__(self, declaration: Generator, context: Context) -> None:
         assert context.folder is not None and context.ledger is not None, "a run has both"
         self._book = _Book(context.folder)
-        told = cast(Ledger, _Told(context.ledger, self._book))
+        told = cast(BaseLedger, _Told(context.ledger, self._book))
         super().__init__(declaration, dataclasses.replace(context, ledger=told))
 
     def work(self) -> list[Batch] | None:

@@ -77,15 +77,19 @@ def rows_of_faults(
                 "cause": fault["cause"],
             }
         events.append((blow.at, row))
-    for blow, fault in pairs:
-        if blow is None:
-            row = {
+    events += [
+        (
+            float(fault["at"]),
+            {
                 "worker": fault["worker"],
                 "kind": "by itself",
                 "recover_s": fault["recovered_s"],
                 "cause": fault["cause"],
-            }
-            events.append((float(fault["at"]), row))
+            },
+        )
+        for blow, fault in pairs
+        if blow is None
+    ]
     events.sort(key=lambda event: event[0])
     times = [at for at, _ in events]
     for (begin, row), end in zip(events, [*times[1:], float("inf")], strict=True):

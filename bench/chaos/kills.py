@@ -73,7 +73,7 @@ def summed(lines: Sequence[dict[str, Any]]) -> dict[str, Figure]:
 
 def _trees(runs: Path, flags: Sequence[str], kills: int, draw: random.Random) -> list[float]:
     """Kill all processes of a run at random moments and resume it; the moments."""
-    at = []
+    at: list[float] = []
     program = started(runs, *flags)
     try:
         for _ in range(kills):
@@ -94,7 +94,7 @@ def _trees(runs: Path, flags: Sequence[str], kills: int, draw: random.Random) ->
 
 def _workers(runs: Path, flags: Sequence[str], kills: int, draw: random.Random) -> list[float]:
     """Kill the trainer's process of a run at random moments; the moments."""
-    at = []
+    at: list[float] = []
     program = started(runs, *flags)
     try:
         for _ in range(kills):

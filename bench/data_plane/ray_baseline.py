@@ -50,7 +50,7 @@ class RayActors:
 
     def __init__(self) -> None:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-        self._producer = _Producer.remote(_Consumer.remote())
+        self._producer = _Producer.remote(_Consumer.remote())  # type: ignore[attr-defined]
         self._taken_ns: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._running: Any = None
 

@@ -100,7 +100,7 @@ class Generating:
 
         before, tokens = self._version(), 0
         began = time.perf_counter()
-        self._runtime.push(Batch("train", self._prompts(load), ack=lambda: None))
+        self._runtime.push(Batch("train", self._prompts(load)))
         while self._runtime.pending():
             for batch in self._runtime.work() or ():
                 tokens += _drawn(batch.records)

@@ -121,7 +121,7 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
         kernel=proof.kernel if choice["kernels"] else None, token_bytes=proof.token_bytes,
         graphs=choice["graphs"], lag=int(cuda and choice["kernels"]),
     )  # fmt: skip
-    groups = prompts(load, engine.model.config.vocab_size)
+    groups = prompts(load, engine.vocabulary)
 
     def run(tokens: int, until: float) -> list[int]:
         waiting, lengths = list(enumerate(groups)), []

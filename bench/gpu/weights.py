@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -101,7 +101,9 @@ class _Generator:
     """The other process, started when the first row needs it, and anew after one that failed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._process, self._pipe = device, None, None
+        self._device = device
+        self._process: Any = None
+        self._pipe: Any = None
         self._context = torch.multiprocessing.get_context("spawn")
 
     def __enter__(self) -> _Generator:
@@ -252,6 +254,7 @@ def _from_ours(pipe: Connection, system: str, shapes: list[int], site: Any, devi
             while not (offer := reader.poll()) or offer.version != version:
                 if time.monotonic() > until:
                     raise TimeoutError(f"version {version} was never offered")
+                assert reader.socket is not None, "it is open"
                 reader.socket.poll(10)
             began = time.monotonic()
             reader.adopt()
@@ -259,7 +262,7 @@ def _from_ours(pipe: Connection, system: str, shapes: list[int], site: Any, devi
             yield _timed(began, version, mine)
 
 
-def _timed(began: float, version: int, weights: Tensors) -> Timed:
+def _timed(began: float, version: int, weights: Mapping[str, torch.Tensor]) -> Timed:
     """When and how long, now that it is done; ValueError when an element is not of that version."""
     ended = time.monotonic()
     wrong = [name for name, tensor in weights.items() if [float(v) for v in tensor.aminmax()] != [version] * 2]

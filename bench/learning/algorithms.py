@@ -107,7 +107,8 @@ def examples(path: str, *, held_out: bool) -> list[dict[str, str]]:
 
 def budget(rows: Sequence[dict[str, str]], count: int, seed: int) -> list[dict[str, str]]:
     """So many of the rows, in an order drawn from the seed: all of them before any comes again."""
-    draw, found = random.Random(seed), []
+    draw = random.Random(seed)
+    found: list[dict[str, str]] = []
     while len(found) < count:
         found += draw.sample(rows, min(len(rows), count - len(found)))
     return found

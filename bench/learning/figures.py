@@ -53,7 +53,7 @@ def mean_curve(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
     ]  # fmt: skip
 
 
-def summary(lines: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Figure]]:
+def summary(lines: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
     """A row for each algorithm, in the order in which they first occur; failed runs are left out and counted."""
     good = [line for line in lines if "failed" not in line]
     base = {line["seed"]: line["accuracy"] for line in good if line["system"] == baseline}

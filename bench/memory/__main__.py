@@ -37,6 +37,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -158,7 +159,7 @@ def see(name: str, pid: int, phase: str, held: dict[str, Held]) -> None:
 
 def lines(
     facts: dict[str, int], held: dict[str, Held], bare: dict[str, Held], trainer: int, generator: int
-) -> Iterator[dict[str, Figure]]:
+) -> Iterator[dict[str, Any]]:
     """The figures of each process: its first run, and what it was in the second."""
     model = facts["weights"]
     for name in sorted({name.split("@")[0] for name in held if name.startswith(("trainer", "generator"))}):

@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(_peak_here(options.peak))
         return
     device = torch.device(options.device)
-    cases = CASES
+    cases: tuple[Case, ...] = CASES
     if device.type == "cuda":
         cases = tuple(dataclasses.replace(case, dtype="bfloat16", width=2_048, tokens=8_192) for case in CASES[::2])
     report = Report("trainer_head", options.json)

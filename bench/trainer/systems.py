@@ -57,7 +57,8 @@ class Setting:
 
 def gradient(system: System) -> Tensor:
     """The last step's, flat, scaled to norm 1."""
-    flat = torch.cat([weight.grad.flatten() for _, weight in sorted(system.module.named_parameters())])
+    there = [weight.grad for _, weight in sorted(system.module.named_parameters()) if weight.grad is not None]
+    flat = torch.cat([each.flatten() for each in there])
     return flat / flat.norm()
 
 
@@ -121,7 +122,7 @@ def trl(setting: Setting) -> System:
     count = len(given.advantage)
     batches = [_trl_inputs(given, slice(first, first + setting.rows)) for first in range(0, count, setting.rows)]
 
-    class Given(theirs.GRPOTrainer):  # type: ignore[misc, name-defined]
+    class Given(theirs.GRPOTrainer):  # type: ignore[misc]
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             return generation_batch
 

@@ -218,15 +218,15 @@ def fill(layout: Layout, rank: int, tensors: dict[str, torch.Tensor], version: i
 def ranks_of(job: Job) -> Iterator[Callable[[], Rank]]:
     """What makes each process's end."""
     if job.system == "memcpy":
-        yield from (lambda rank=rank: Memcpy(job, rank) for rank in range(job.readers))  # type: ignore[misc]
+        yield from (lambda rank=rank: Memcpy(job, rank) for rank in range(job.readers))
     elif job.system == "alone":
         yield lambda: Memcpy(job, 0)
     elif job.system == "raw_gloo":
-        yield from (lambda rank=rank: Raw(job, rank, True) for rank in range(job.sources))  # type: ignore[misc]
-        yield from (lambda rank=rank: Raw(job, rank, False) for rank in range(job.readers))  # type: ignore[misc]
+        yield from (lambda rank=rank: Raw(job, rank, True) for rank in range(job.sources))
+        yield from (lambda rank=rank: Raw(job, rank, False) for rank in range(job.readers))
     else:
-        yield from (lambda rank=rank: Source(job, rank) for rank in range(job.sources))  # type: ignore[misc]
-        yield from (lambda rank=rank: Reader(job, rank) for rank in range(job.readers))  # type: ignore[misc]
+        yield from (lambda rank=rank: Source(job, rank) for rank in range(job.sources))
+        yield from (lambda rank=rank: Reader(job, rank) for rank in range(job.readers))
 
 
 def serve(job: Job, number: int, orders: Connection) -> None:
