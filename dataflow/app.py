@@ -121,8 +121,8 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
     "foresee": (
         str,
         "",
-        "devices that one could rent, as in 16xH100 or 2xcpu: print what a step would take there, and stop; --gpus "
-        "deals them out, or the shortest step does",
+        "devices that one could rent, as in 16xH100 or 2xcpu, or a run folder to take figures from: print what a step "
+        "would take there, and stop; --gpus deals them out, or the shortest step does",
     ),
     "workload": (
         str,

@@ -50,7 +50,7 @@ def calibrate(runs: Sequence[Seen], kind: str = "cpu") -> Constants:
     device = device_kind(kind)
     generator = min((_generator(runs, device, alone) for alone in _ALONE), key=lambda found: found[1])[0]
     learner = min((_learner(runs, device, alone) for alone in _ALONE), key=lambda found: found[1])[0]
-    names = ", ".join(run.path.name for run in runs)
+    names = ", ".join(run.path.resolve().name for run in runs)
     return Constants(
         generator=generator, learner=learner, row_s=_rows(runs),
         computed=float(np.mean([run.computed for run in runs])), source=f"calibrated on {names}",

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError
-from dataflow.foresight.calibration import read_constants
+from dataflow.foresight.calibration import calibrate, read_constants
 from dataflow.foresight.choice.candidates import Candidate
 from dataflow.foresight.choice.gains import gains
 from dataflow.foresight.choice.gains import told as told_gains
@@ -14,14 +15,17 @@ from dataflow.foresight.choice.search import Objective, choose
 from dataflow.foresight.choice.told import to_plain as to_plain_choice
 from dataflow.foresight.choice.told import ways
 from dataflow.foresight.foresee import foresee
+from dataflow.foresight.rates import Constants
 from dataflow.foresight.report import lines, picture, to_plain
+from dataflow.foresight.seen import look
 from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.steps import CONSTANTS
-from dataflow.foresight.workload import read_workload
+from dataflow.foresight.workload import PROMPT_TOKENS, Workload, read_workload
 from dataflow.graph import Graph
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan
 from dataflow.planning.sharing import Wishes
+from dataflow.planning.this_machine import this_machine
 from dataflow.structure import Structure
 from dataflow.system.files import write_atomically
 
@@ -50,7 +54,8 @@ def told(
     replicas: Mapping[str, int] | None = None, ranks: Mapping[str, int] | None = None, constants: str = CONSTANTS[0],
     prices: str = "", draw: Path | None = None,
 ) -> str:  # fmt: skip
-    """What a graph takes on devices that are named as `read_devices` has them.
+    """What a graph takes on devices that are named as `read_devices` has them, or on this machine's cores as a run took
+    it whose folder is named.
 
     gpus: accelerators by node; empty: dealt out for the shortest step, with knobs as they are declared; auto: the
     generator's knobs, replicas and ranks are chosen too, for the shortest step; auto:cost: for the least cost, where
@@ -59,8 +64,8 @@ def told(
     read or foreseen."""
     if draw is not None and draw.suffix not in (".svg", ".json"):
         raise GraphError(f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of these")
-    room, texts = read_devices(devices), read_workload(workload)
-    known, paid = read_constants(constants), read_prices(prices, room)
+    room, texts, known = _asked(devices, read_workload(workload), constants)
+    paid = read_prices(prices, room)
     how: dict[str, Any] = {"workload": texts, "steps": steps, "constants": known}
     if isinstance(gpus, str) and gpus not in AUTO:
         raise GraphError(
@@ -88,6 +93,27 @@ def told(
         write_atomically(draw, lambda file: file.write(text.encode()))
         said += f"\nwrote {draw}"
     return f"{lines(found, paid)}{said}"
+
+
+def _asked(devices: str, texts: Workload, constants: str) -> tuple[Devices, Workload, Constants]:
+    """Devices, texts and constants; those of a run where its folder is named, and nothing else said.
+
+    GraphError as `look`, and for a run on accelerators, whose kind it does not know."""
+    path = Path(devices)
+    if not path.is_dir():
+        return read_devices(devices), texts, read_constants(constants)
+    seen = look(path)
+    if any(each.get("gpus") for each in seen.placed.values()):
+        raise GraphError(
+            f"run '{path}' computed on accelerators, and does not say of what kind; calibrate by dataflow calibrate "
+            f"{path} --kind H100, say, and foresee 16xH100 with --constants constants.json"
+        )
+    if texts.mean_tokens is None:
+        texts = replace(texts, seen=seen.lengths)
+    if texts.prompt_tokens == PROMPT_TOKENS:
+        texts = replace(texts, prompt_tokens=seen.prompt_tokens)
+    known = calibrate([seen]) if constants == CONSTANTS[0] else read_constants(constants)
+    return Devices(cpus=this_machine().cpus), texts, known
 
 
 def _objective(word: str, room: Devices, prices: Mapping[str, float] | None, given: Sequence[str]) -> Objective:

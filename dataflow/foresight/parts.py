@@ -31,5 +31,7 @@ class Parts:
         )  # fmt: skip
 
     def seconds(self, rates: Rates) -> float:
-        """At the rates that are reached; one after the other."""
-        return (self.memory + self.links) / rates.memory + self.compute / rates.compute + self.fixed
+        """At the rates that are reached, of links at most all; one after the other."""
+        return (
+            self.memory / rates.memory + self.links / min(1.0, rates.memory) + self.compute / rates.compute + self.fixed
+        )

@@ -11,6 +11,7 @@ from dataflow import GraphError, inline, run
 from dataflow.cli import calibrate
 from dataflow.display import Summary
 from dataflow.folder.run_folder import RunFolder
+from dataflow.foresight.command import told
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.seen import look
 from dataflow.foresight.simulation.scenario import GeneratorCosts, Scenario, TrainerCosts
@@ -60,6 +61,10 @@ def test_a_run_folder_calibrates_and_says_what_was_foreseen(
     out = tmp_path / "constants.json"
     assert calibrate((made.folder,), out=out) == 0 and out.is_file()
     assert "a decode step" in capsys.readouterr().out
+    told_of_run = told(tiny_graph(policy, max_staleness=2), str(made.folder), gpus=None, workload="", steps=20)
+    assert f"rates: calibrated on {made.folder.name}" in told_of_run and "as a run had them" in told_of_run
+    assert f"prompts of {seen.prompt_tokens:,.0f} tokens" in told_of_run
+    assert "'generator'" in told_of_run and "1 x cpu" in told_of_run
     said: Summary = summarize(RunFolder.open(made.folder), "", is_clean=True)
     assert [line.split()[0] for line in said.foreseen] == ["0.5", "1", "1.5"] and "came 0" in said.foreseen[2]
     (made.folder / "activity.jsonl").unlink()
