@@ -35,18 +35,24 @@ class Lengths:
         return cls(found)
 
     @classmethod
-    def drawn(cls, mean: float, most: float, sigma: float = 0.8) -> Lengths:
+    def drawn(cls, mean: float, most: float, sigma: float = 0.8, samples: int = _SAMPLES) -> Lengths:
         """Log-normal, cut at `most` tokens, with this mean after the cut. sigma: of the logarithm, before the cut.
+        samples: as many as are generated together, where the longest of them matters.
 
         GraphError where no such mean can be had."""
         if not 1 <= mean < most or sigma < 0:
             raise GraphError(f"a mean of {mean:g} tokens of at most {most:g} cannot be had; give 1 <= mean < most")
-        return _log_normal(mean, most, sigma)
+        return _log_normal(mean, most, sigma, samples)
 
     @property
     def mean(self) -> float:
         """Tokens."""
         return float(self.tokens.mean())
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over the mean."""
+        return float(self.tokens.std()) / self.mean
 
     @property
     def most(self) -> float:
@@ -59,10 +65,10 @@ class Lengths:
 
 
 @functools.lru_cache(maxsize=64)
-def _log_normal(mean: float, most: float, sigma: float) -> Lengths:
+def _log_normal(mean: float, most: float, sigma: float, samples: int) -> Lengths:
     """The same for every placement that is looked at."""
     normal = NormalDist()
-    scores = np.array([normal.inv_cdf((i + 0.5) / _SAMPLES) for i in range(_SAMPLES)])
+    scores = np.array([normal.inv_cdf((i + 0.5) / samples) for i in range(samples)])
     low, high = -10 * sigma - 1, math.log(most) + 10 * sigma + 1
     for _ in range(60):
         middle = (low + high) / 2

@@ -17,7 +17,7 @@ class Rates:
     exchange_s: float = 12e-6
     """Seconds of an all-reduce of few bytes within a node."""
     far_exchange_s: float = 40e-6
-    """The same over several nodes."""
+    """More, for every time that its nodes are twice as many."""
     step_s: float = 3e-3
     """Of a decode step besides the model: scheduling and drawing; of a training step: what it does once."""
     row_s: float = 0.0
