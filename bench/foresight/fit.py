@@ -30,7 +30,7 @@ def fitted(runs: Sequence[Run]) -> Rates:
     def badness(memory: NDArray[np.float64], compute: NDArray[np.float64]) -> NDArray[np.float64]:
         far = _FIRM * np.log(memory / ASSUMED.memory) ** 2 + _LOOSE * np.log(compute / ASSUMED.compute) ** 2
         for run in runs:
-            off = np.abs(np.log(_predicted(run, memory, compute) / run.step_s))
+            off = np.abs(np.log(predicted_at(run, memory, compute) / run.step_s))
             far = far + np.where(off < _SQUARES, off**2, _SQUARES * (2 * off - _SQUARES))
         return np.asarray(far)
 
@@ -46,14 +46,15 @@ def fitted(runs: Sequence[Run]) -> Rates:
     )  # fmt: skip
 
 
-def _predicted(run: Run, memory: NDArray[np.float64], compute: NDArray[np.float64]) -> NDArray[np.float64]:
+def predicted_at(run: Run, memory: NDArray[np.float64], compute: NDArray[np.float64]) -> NDArray[np.float64]:
     """As `Run.predicted_s`, at many rates."""
 
     def seconds(parts: Parts) -> NDArray[np.float64]:
         return np.asarray((parts.memory + parts.links) / memory + parts.compute / compute + parts.fixed)
 
-    both = seconds(run.generation), seconds(run.training)
-    return np.asarray((np.maximum(*both) if run.overlaps else both[0] + both[1]) + seconds(run.exchange))
+    generation, training = seconds(run.generation), seconds(run.training)
+    longest = np.maximum(np.maximum(generation, training), seconds(run.waits))
+    return np.asarray((longest if run.overlaps else generation + training) + seconds(run.exchange))
 
 
 def by_costs(runs: Sequence[Run]) -> Predict:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import Replica, generate, sustain
+from dataflow.foresight.generation import Replica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import exchange
 from dataflow.foresight.parts import Parts
@@ -53,6 +53,12 @@ class Practice:
     """Of the logarithm of lengths."""
     splits: tuple[float, ...] = _HALVES
     """Shares of the devices that train in an asynchronous step, of which the fastest at assumed rates is taken."""
+    group: int = 16
+    """Rollouts of a prompt, which are trained together."""
+    ahead: float = 1.0
+    """Steps' worth of prompts that may begin early, where the rows do not say."""
+    fetches: int = 1
+    """Parts in which an asynchronous trainer takes the rollouts of a step."""
     generator_tp: int = 0
     """0: within a node, the fastest at assumed rates."""
     trainer_cp: int = 1
@@ -76,7 +82,7 @@ PRACTICES = {
     "verl": Practice(
         assumption="answers are log-normal, 800 tokens in the mean with a sigma of 1.5 (searched)", prompt_tokens=150,
         rollouts=512 * 16, updates=16, mean_tokens=800, sigma=1.5, max_tokens=28 * 1024, forward=1 + 1 + 1 + BACKWARD,
-        forward_overlapping=1 + 1 + BACKWARD, generator_tp=4, trainer_cp=4, dealt=True,
+        forward_overlapping=1 + 1 + BACKWARD, ahead=0.5, fetches=4, generator_tp=4, trainer_cp=4, dealt=True,
     ),
     # The baseline is the setting of its theorem: both sides share devices, cuts and a memory bound.
     "LlamaRL": Practice(
@@ -97,6 +103,8 @@ class Run:
     exchange: Parts
     overlaps: bool
     """Whether generation and training go on at once."""
+    waits: Parts = Parts()
+    """Where they do: from a version on, for the groups that its step needs, and to train the last of them."""
 
     @property
     def step_s(self) -> float:
@@ -104,9 +112,10 @@ class Run:
         return float(self.row["step_s"])
 
     def predicted_s(self, rates: Rates) -> float:
-        """With these constants: the longer of both where they overlap, or their sum; weights after either."""
+        """With these constants: the longest where they overlap, or their sum; weights after either."""
         both = self.generation.seconds(rates), self.training.seconds(rates)
-        return (max(both) if self.overlaps else sum(both)) + self.exchange.seconds(rates)
+        busy = max(*both, self.waits.seconds(rates)) if self.overlaps else sum(both)
+        return busy + self.exchange.seconds(rates)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -153,6 +162,7 @@ def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practic
     rollouts = number("rollouts_per_generation", practice.rollouts)
     updated = number("rollouts_per_step", rollouts / practice.updates)
     mean = number("mean_tokens", practice.mean_tokens) - prompt * practice.mean_holds_prompt
+    ahead = number("staleness", practice.ahead)
     lengths = Lengths.drawn(mean, number("max_tokens", practice.max_tokens), practice.sigma, _SAMPLES)
     forward = (practice.forward_overlapping if overlaps else None) or practice.forward
     found = []
@@ -177,8 +187,10 @@ def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practic
         for each in [replica] if replica.tensor_parallel else fitting(replica, prompt + mean, rates):
             share = rollouts / max(1, makes // each.ranks)
             takes = each.ranks if overlaps and not practice.gathers else 1  # devices that take in a version together
+            training = passes * slowest + learners.sums() * (rollouts / updated)
+            late = stragglers(each, lengths, prompt, share, rates, group=practice.group, ahead=ahead)
             found.append(Run(
-                row=row, overlaps=overlaps, training=passes * slowest + learners.sums() * (rollouts / updated),
+                row=row, overlaps=overlaps, training=training, waits=late + training * (1 / practice.fetches),
                 generation=sustain(each, lengths, prompt, share, rates, at_once=share) if overlaps
                 else generate(each, lengths, prompt, share, rates, of=rollouts),
                 exchange=Parts(links=0.0 if together else exchange(model, kind, makes) / takes),

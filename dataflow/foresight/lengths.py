@@ -59,6 +59,10 @@ class Lengths:
         """Tokens of the longest."""
         return float(self.tokens[-1])
 
+    def longest_of(self, group: int, share: float) -> float:
+        """Tokens that the longest of a group does not exceed, in such a share of groups."""
+        return float(np.quantile(self.tokens, share ** (1 / group), method="inverted_cdf"))
+
     def longer_than(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Share of completions that are longer, for each."""
         return 1 - np.searchsorted(self.tokens, tokens, side="right") / len(self.tokens)

@@ -5,11 +5,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.foresight.__main__ import MODELS, predict, rates_of
 from bench.foresight.constants import FITTED
-from bench.foresight.fit import by_costs, fitted, left_out, ratios
+from bench.foresight.fit import by_costs, fitted, left_out, predicted_at, ratios
 from bench.foresight.published import PRACTICES, Run, cuts, read_models, seen
 from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.parts import Parts
@@ -90,6 +91,19 @@ def test_a_system_whose_sides_share_devices_gains_more_from_parting_them_the_lar
         assert not slow.overlaps and fast.overlaps and slow.exchange.links == 0 < fast.exchange.links
         gains.append(slow.predicted_s(FITTED["LlamaRL"]) / fast.predicted_s(FITTED["LlamaRL"]))
     assert 2 < gains[0] < gains[1] < gains[2] < 10.7
+
+
+def test_the_fewer_prompts_begin_early_the_longer_an_asynchronous_step_waits() -> None:
+    row = {"system": "verl", "model": "Qwen2.5-7B", "mode": "async", "gpu": "H20", "gpus": "128"}
+    runs = [seen({**row, "staleness": each}, read_models(MODELS), PRACTICES["verl"]) for each in ("0", "0.1", "", "1")]
+    none, tenth, half, one = (run.predicted_s(FITTED["verl"]) for run in runs)
+    assert none > 1.5 * tenth and tenth > 1.01 * half and half == one  # from some bound on the trainer decides
+    for run in (*runs, *runs_at(0.6, 0.2)):
+        at = predicted_at(run, np.array([0.3, 0.435]), np.array([0.5, 0.724]))
+        assert at.tolist() == pytest.approx([
+            run.predicted_s(replace(ASSUMED, memory=memory, compute=compute))
+            for memory, compute in ((0.3, 0.5), (0.435, 0.724))
+        ])  # fmt: skip
 
 
 def test_rows_are_predicted_line_by_line_and_one_that_cannot_be_says_why(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import CATALOGUE, device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import Replica, generate, sustain
+from dataflow.foresight.generation import Replica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED
@@ -198,6 +198,18 @@ def test_the_replica_with_most_tokens_has_as_many_more_as_lengths_that_are_drawn
     found = learners.slowest(lengths, replicas * each)
     assert found == pytest.approx((sums.max(1) / sums.mean(1)).mean(), rel=0.06)
     assert replace(learners, ranks=1).slowest(lengths, 10) == 1 == learners.slowest(Lengths.of([7, 7]), 64)
+
+
+def test_a_step_waits_for_all_groups_that_begin_with_it_or_for_fewer_the_more_may_begin_early() -> None:
+    def waits(ahead: float) -> float:
+        return stragglers(ON_H100, LENGTHS, 100, 64, ASSUMED, group=16, ahead=ahead).seconds(ASSUMED)
+
+    alone = ON_H100.step(64 * LENGTHS.mean / LENGTHS.most, 100 + LENGTHS.most / 2, ASSUMED).seconds(ASSUMED)
+    assert waits(0) == pytest.approx(LENGTHS.most * alone)
+    heavy = Lengths.of([10] * 999 + [1000])
+    assert heavy.longest_of(1, 0.99) == 10 and heavy.longest_of(16, 0.99) == 1000 == heavy.longest_of(16, 1)
+    found = [waits(ahead) for ahead in (0, 0.1, 0.5, 0.9, 1, 4)]
+    assert found == sorted(found, reverse=True) and found[3] > found[4] == found[5] == 0
 
 
 def test_key_value_heads_that_are_fewer_than_ranks_are_held_several_times() -> None:
