@@ -22,6 +22,8 @@ from transport.weights.costs.decoder import Decoder, Experts, Latent
 
 _SAMPLES = 1 << 14
 """Lengths: more than the rollouts of any step here, of which the longest matters."""
+_UPDATE = 1 + 1 + BACKWARD
+"""Forward passes that an update comes to, with activations computed again; other passes are not dealt out by updates."""
 _HALVES, _EIGHTHS = (4 / 8,), tuple(part / 8 for part in range(1, 8))
 
 
@@ -72,22 +74,22 @@ class Practice:
 PRACTICES = {
     # Half of the devices generate: examples/configs/recipes/llm/performance of NeMo-RL.
     "NeMo-RL-0.6": Practice(
-        assumption="lengths are log-normal with a sigma of 0.8", prompt_tokens=110, forward=1 + 1 + 1 + BACKWARD,
+        assumption="lengths are log-normal with a sigma of 0.8", prompt_tokens=110, forward=1 + _UPDATE,
     ),
     "NeMo-RL-0.4": Practice(
         assumption="lengths are log-normal with a sigma of 0.8", prompt_tokens=110, mean_holds_prompt=True,
-        forward=1 + 1 + 1 + BACKWARD,
+        forward=1 + _UPDATE,
     ),
     # Cuts and mini-batches: its scripts, recipe/fully_async_policy. Ranks are balanced over a step, not over an update.
     "verl": Practice(
-        assumption="answers are log-normal, 800 tokens in the mean with a sigma of 1.5 (searched)", prompt_tokens=150,
-        rollouts=512 * 16, updates=16, mean_tokens=800, sigma=1.5, max_tokens=28 * 1024, forward=1 + 1 + 1 + BACKWARD,
-        forward_overlapping=1 + 1 + BACKWARD, ahead=0.5, fetches=4, generator_tp=4, trainer_cp=4, dealt=True,
+        assumption="answers are log-normal, 800 tokens in the mean with a sigma of 1.8 (searched)", prompt_tokens=150,
+        rollouts=512 * 16, updates=16, mean_tokens=800, sigma=1.8, max_tokens=28 * 1024, forward=1 + _UPDATE,
+        forward_overlapping=_UPDATE, ahead=0.5, fetches=4, generator_tp=4, trainer_cp=4, dealt=True,
     ),
     # The baseline is the setting of its theorem: both sides share devices, cuts and a memory bound.
     "LlamaRL": Practice(
         assumption="512 answers, log-normal, 1,500 tokens in the mean with a sigma of 0.6, of at most 4,096 (searched)",
-        prompt_tokens=150, rollouts=512, mean_tokens=1500, sigma=0.6, max_tokens=4096, forward=1 + 1 + BACKWARD,
+        prompt_tokens=150, rollouts=512, mean_tokens=1500, sigma=0.6, max_tokens=4096, forward=_UPDATE,
         generates="fp8", gathers=False, splits=_EIGHTHS, resides=True,
     ),
 }  # fmt: skip
@@ -176,7 +178,7 @@ def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practic
             context_parallel=int(number("trainer_cp", practice.trainer_cp)),
             pipeline_parallel=int(number("trainer_pp", stages)), expert_parallel=int(number("trainer_ep", 1)),
         )  # fmt: skip
-        passes = learners.passes(rollouts, prompt + mean, forward=forward, sequences=updated)
+        passes = learners.passes(rollouts, prompt + mean, forward=1.0, sequences=updated)
         slowest = learners.slowest(lengths, updated) if practice.dealt else 1.0
         replica = Replica(
             model=model, kind=kind, dtype=practice.generates if overlaps else "bfloat16",
@@ -187,7 +189,7 @@ def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practic
         for each in [replica] if replica.tensor_parallel else fitting(replica, prompt + mean, rates):
             share = rollouts / max(1, makes // each.ranks)
             takes = each.ranks if overlaps and not practice.gathers else 1  # devices that take in a version together
-            training = passes * slowest + learners.sums() * (rollouts / updated)
+            training = passes * (forward - _UPDATE + _UPDATE * slowest) + learners.sums() * (rollouts / updated)
             late = stragglers(each, lengths, prompt, share, rates, group=practice.group, ahead=ahead)
             found.append(Run(
                 row=row, overlaps=overlaps, training=training, waits=late + training * (1 / practice.fetches),
