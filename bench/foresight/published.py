@@ -23,7 +23,7 @@ from transport.weights.costs.decoder import Decoder, Experts, Latent
 _SAMPLES = 1 << 14
 """Lengths: more than the rollouts of any step here, of which the longest matters."""
 _UPDATE = 1 + 1 + BACKWARD
-"""Forward passes that an update comes to, with activations computed again; other passes are not dealt out by updates."""
+"""Forward passes that an update comes to, with activations that are computed again."""
 _HALVES, _EIGHTHS = (4 / 8,), tuple(part / 8 for part in range(1, 8))
 
 
@@ -161,6 +161,7 @@ def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practic
     kind, model = device_kind(row["gpu"]), models[row["model"]]
     devices, overlaps = int(row["gpus"]), row["mode"] == "async"
     prompt, together = practice.prompt_tokens, practice.resides and not overlaps
+    unknown = together and not row.get("generator_tp")  # how the sides' common cuts are
     rollouts = number("rollouts_per_generation", practice.rollouts)
     updated = number("rollouts_per_step", rollouts / practice.updates)
     mean = number("mean_tokens", practice.mean_tokens) - prompt * practice.mean_holds_prompt
@@ -182,9 +183,9 @@ def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practic
         slowest = learners.slowest(lengths, updated) if practice.dealt else 1.0
         replica = Replica(
             model=model, kind=kind, dtype=practice.generates if overlaps else "bfloat16",
-            tensor_parallel=int(number("generator_tp", tensor if together else practice.generator_tp)),
-            pipeline_parallel=int(number("generator_pp", stages if together else 1)), interleaves=not together,
-            reserved_bytes=STATE_BYTES * model.parameters if together else 0.0,
+            tensor_parallel=int(number("generator_tp", tensor if unknown else practice.generator_tp)),
+            pipeline_parallel=int(number("generator_pp", stages if unknown else 1)), interleaves=not together,
+            reserved_bytes=STATE_BYTES * model.parameters if unknown else 0.0,
         )  # fmt: skip
         for each in [replica] if replica.tensor_parallel else fitting(replica, prompt + mean, rates):
             share = rollouts / max(1, makes // each.ranks)

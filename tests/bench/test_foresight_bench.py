@@ -93,6 +93,15 @@ def test_a_system_whose_sides_share_devices_gains_more_from_parting_them_the_lar
     assert 2 < gains[0] < gains[1] < gains[2] < 10.7
 
 
+def test_cuts_that_a_row_gives_are_taken_as_they_are() -> None:
+    row = {"system": "LlamaRL", "model": "Llama-3.1-70B", "mode": "sync", "gpu": "H100", "gpus": "256"}
+    ours, given = (
+        seen(each, read_models(MODELS), PRACTICES["LlamaRL"]) for each in (row, {**row, "generator_tp": "16"})
+    )
+    assert given.generation.memory < 0.6 * ours.generation.memory  # 16 ranks read what 8 read in each of two stages
+    assert given.generation.fixed > ours.generation.fixed  # over two nodes
+
+
 def test_the_fewer_prompts_begin_early_the_longer_an_asynchronous_step_waits() -> None:
     row = {"system": "verl", "model": "Qwen2.5-7B", "mode": "async", "gpu": "H20", "gpus": "128"}
     runs = [seen({**row, "staleness": each}, read_models(MODELS), PRACTICES["verl"]) for each in ("0", "0.1", "", "1")]
