@@ -28,7 +28,7 @@ from rich.console import Console
 
 from bench.foresight.choice import choice
 from bench.foresight.constants import FITTED
-from bench.foresight.fit import by_costs, by_devices, by_mean, fitted, left_out
+from bench.foresight.fit import Ratio, by_costs, by_devices, by_mean, fitted, left_out, ratios
 from bench.foresight.generator import generator
 from bench.foresight.own import own
 from bench.foresight.published import PRACTICES, Practice, by_system, read_models, read_rows, seen
@@ -36,6 +36,7 @@ from bench.report import Report
 from dataflow.foresight.rates import ASSUMED, Rates
 
 MODELS = Path(__file__).with_name("models.json")
+RATIO_GOAL = 0.15
 WAYS = {"costs": by_costs, "regression on devices": by_devices, "mean of the others": by_mean}
 
 
@@ -74,7 +75,8 @@ def main() -> int:
 def fit(rows: Path, models: Path, path: Path | None) -> int:
     """Fit to rows, and say how far each is off when it is left out."""
     report, console, known = Report("foresight", path), Console(width=150), read_models(models)
-    told = []
+    told: list[str] = []
+    compared: list[tuple[str, Ratio]] = []
     for system, alike in by_system(read_rows(rows)).items():
         practice = practice_of(system)
         runs = [seen(row, known, practice) for row in alike]
@@ -90,10 +92,19 @@ def fit(rows: Path, models: Path, path: Path | None) -> int:
             for way, predicted in found.items()
         }
         rates = fitted(runs)
+        compared += [(system, each) for each in ratios(runs)]
         told += [
             f"{system}: off by, in the median, {', '.join(f'{way} {each:.0%}' for way, each in off.items())}",
             f"  Rates(memory={rates.memory:.3f}, compute={rates.compute:.3f}); assumed: {practice.assumption}",
         ]
+    for system, each in compared:
+        report.add(case="synchronous over asynchronous", system=system, of=each.case, published=each.published,
+                   ours=each.predicted, off=each.off, fitted_to_all=each.fitted)  # fmt: skip
+    near = sum(abs(each.off) <= RATIO_GOAL for _, each in compared)
+    seen_near = sum(abs(each.fitted / each.published - 1) <= RATIO_GOAL for _, each in compared)
+    told.append(
+        f"ratios within {RATIO_GOAL:.0%}: {near} of {len(compared)} with both rows left out, {seen_near} with all rows"
+    )
     report.show(console)
     console.print(*told, sep="\n", highlight=False)
     return 0

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dataflow.foresight.catalogue import device_kind
+from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import Replica, generate, sustain
+from dataflow.foresight.generation import Replica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import exchange
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED, Rates
-from dataflow.foresight.training import BACKWARD, Learners
+from dataflow.foresight.training import BACKWARD, STATE_BYTES, Learners
 from transport.weights.costs.decoder import Decoder, Experts, Latent
+
+_SAMPLES = 1 << 14
+"""Lengths: more than the rollouts of any step here, of which the longest matters."""
+_UPDATE = 1 + 1 + BACKWARD
+"""Forward passes that an update comes to, with activations that are computed again."""
+_HALVES, _EIGHTHS = (4 / 8,), tuple(part / 8 for part in range(1, 8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,30 +46,51 @@ class Practice:
     """Whether the published mean length is of prompt and answer."""
     rollouts: int = 0
     """Of a step, where they are not in the rows."""
+    updates: int = 1
+    """Of a step, where the rows do not say how many rollouts each has."""
     mean_tokens: float = 0.0
     """Of an answer, where it is not in the rows."""
     max_tokens: float = 0.0
     sigma: float = 0.8
     """Of the logarithm of lengths."""
+    splits: tuple[float, ...] = _HALVES
+    """Shares of the devices that train in an asynchronous step, of which the fastest at assumed rates is taken."""
+    group: int = 16
+    """Rollouts of a prompt, which are trained together."""
+    ahead: float = 1.0
+    """Steps' worth of prompts that may begin early, where the rows do not say."""
+    fetches: int = 1
+    """Parts in which an asynchronous trainer takes the rollouts of a step."""
+    generator_tp: int = 0
+    """0: within a node, the fastest at assumed rates."""
+    trainer_cp: int = 1
+    dealt: bool = False
+    """Whether ranks have as many rollouts of an update each, however long these are."""
+    resides: bool = False
+    """Whether a synchronous trainer's optimizer stays where rollouts are generated, with the trainer's cuts; else it
+    makes room."""
 
 
 PRACTICES = {
+    # Half of the devices generate: examples/configs/recipes/llm/performance of NeMo-RL.
     "NeMo-RL-0.6": Practice(
-        assumption="half of the devices generate", prompt_tokens=110, forward=1 + 1 + 1 + BACKWARD,
+        assumption="lengths are log-normal with a sigma of 0.8", prompt_tokens=110, forward=1 + _UPDATE,
     ),
     "NeMo-RL-0.4": Practice(
-        assumption="half of the devices generate", prompt_tokens=110, mean_holds_prompt=True,
-        forward=1 + 1 + 1 + BACKWARD,
+        assumption="lengths are log-normal with a sigma of 0.8", prompt_tokens=110, mean_holds_prompt=True,
+        forward=1 + _UPDATE,
     ),
+    # Cuts and mini-batches: its scripts, recipe/fully_async_policy. Ranks are balanced over a step, not over an update.
     "verl": Practice(
-        assumption="answers of 800 tokens in the mean (searched)", prompt_tokens=150, rollouts=512 * 16,
-        mean_tokens=800, sigma=0.5, max_tokens=28000, forward=1 + 1 + 1 + BACKWARD,
-        forward_overlapping=1 + 1 + BACKWARD,
+        assumption="answers are log-normal, 800 tokens in the mean with a sigma of 1.8 (searched)", prompt_tokens=150,
+        rollouts=512 * 16, updates=16, mean_tokens=800, sigma=1.8, max_tokens=28 * 1024, forward=1 + _UPDATE,
+        forward_overlapping=_UPDATE, ahead=0.5, fetches=4, generator_tp=4, trainer_cp=4, dealt=True,
     ),
+    # The baseline is the setting of its theorem: both sides share devices, cuts and a memory bound.
     "LlamaRL": Practice(
-        assumption="1,024 answers of 500 tokens in the mean, of at most 2,048 (searched)", prompt_tokens=150,
-        rollouts=1024, mean_tokens=500, sigma=0.4, max_tokens=2048, forward=1 + 1 + BACKWARD, generates="fp8",
-        gathers=False,
+        assumption="512 answers, log-normal, 1,500 tokens in the mean with a sigma of 0.6, of at most 4,096 (searched)",
+        prompt_tokens=150, rollouts=512, mean_tokens=1500, sigma=0.6, max_tokens=4096, forward=_UPDATE,
+        generates="fp8", gathers=False, splits=_EIGHTHS, resides=True,
     ),
 }  # fmt: skip
 
@@ -77,6 +105,8 @@ class Run:
     exchange: Parts
     overlaps: bool
     """Whether generation and training go on at once."""
+    waits: Parts = Parts()
+    """Where they do: from a version on, for the groups that its step needs, and to train the last of them."""
 
     @property
     def step_s(self) -> float:
@@ -84,9 +114,10 @@ class Run:
         return float(self.row["step_s"])
 
     def predicted_s(self, rates: Rates) -> float:
-        """With these constants: the longer of both where they overlap, or their sum; weights after either."""
+        """With these constants: the longest where they overlap, or their sum; weights after either."""
         both = self.generation.seconds(rates), self.training.seconds(rates)
-        return (max(both) if self.overlaps else sum(both)) + self.exchange.seconds(rates)
+        busy = max(*both, self.waits.seconds(rates)) if self.overlaps else sum(both)
+        return busy + self.exchange.seconds(rates)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -120,52 +151,79 @@ def _decoder(each: Mapping[str, Any]) -> Decoder:
 
 
 def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practice, rates: Rates = ASSUMED) -> Run:
-    """A row by the cost model. KeyError for a model that `models` lacks."""
+    """A row by the cost model: of the ways that its source leaves open, the fastest at these rates.
+
+    KeyError for a model that `models` lacks."""
 
     def number(column: str, otherwise: float) -> float:
         return float(row[column]) if row.get(column) else otherwise
 
     kind, model = device_kind(row["gpu"]), models[row["model"]]
     devices, overlaps = int(row["gpus"]), row["mode"] == "async"
-    trains = int(number("gpus_trainer", devices / 2 if overlaps else devices))
-    makes = int(number("gpus_generator", devices - trains if overlaps else devices))
+    prompt, together = practice.prompt_tokens, practice.resides and not overlaps
+    unknown = together and not row.get("generator_tp")  # how the sides' common cuts are
     rollouts = number("rollouts_per_generation", practice.rollouts)
-    mean = number("mean_tokens", practice.mean_tokens) - practice.prompt_tokens * practice.mean_holds_prompt
-    lengths = Lengths.drawn(mean, number("max_tokens", practice.max_tokens), practice.sigma)
+    updated = number("rollouts_per_step", rollouts / practice.updates)
+    mean = number("mean_tokens", practice.mean_tokens) - prompt * practice.mean_holds_prompt
+    ahead = number("staleness", practice.ahead)
+    lengths = Lengths.drawn(mean, number("max_tokens", practice.max_tokens), practice.sigma, _SAMPLES)
     forward = (practice.forward_overlapping if overlaps else None) or practice.forward
-    shares = overlaps and not practice.gathers
-    replica = fitting(Replica(
-        model=model, kind=kind, dtype=practice.generates if overlaps else "bfloat16",
-        tensor_parallel=int(number("generator_tp", 0)), pipeline_parallel=int(number("generator_pp", 1)),
-    ), practice.prompt_tokens + mean, rates)  # fmt: skip
-    learners = Learners(
-        model=model, kind=kind, ranks=trains, tensor_parallel=int(number("trainer_tp", 1)),
-        context_parallel=int(number("trainer_cp", 1)), pipeline_parallel=int(number("trainer_pp", 1)),
-        expert_parallel=int(number("trainer_ep", 1)),
-    )  # fmt: skip
-    each = rollouts / max(1, makes // replica.ranks)
-    return Run(
-        row=row,
-        generation=sustain(replica, lengths, practice.prompt_tokens, each, rates, at_once=each) if overlaps
-        else generate(replica, lengths, practice.prompt_tokens, each, rates),
-        training=learners.passes(
-            rollouts, practice.prompt_tokens + mean, forward=forward,
-            sequences=number("rollouts_per_step", rollouts),
-        ),
-        exchange=Parts(links=exchange(model, kind, makes) / (replica.ranks if shares else 1)), overlaps=overlaps,
-    )  # fmt: skip
+    found = []
+    for split, (tensor, stages) in itertools.product(
+        practice.splits if overlaps else _HALVES, cuts(model, kind) if practice.resides else [(1, 1)]
+    ):
+        trains = int(number("gpus_trainer", devices * split if overlaps else devices))
+        makes = int(number("gpus_generator", devices - trains if overlaps else devices))
+        learners = Learners(
+            model=model, kind=kind, ranks=trains, tensor_parallel=int(number("trainer_tp", tensor)),
+            context_parallel=int(number("trainer_cp", practice.trainer_cp)),
+            pipeline_parallel=int(number("trainer_pp", stages)), expert_parallel=int(number("trainer_ep", 1)),
+        )  # fmt: skip
+        passes = learners.passes(rollouts, prompt + mean, forward=1.0, sequences=updated)
+        slowest = learners.slowest(lengths, updated) if practice.dealt else 1.0
+        replica = Replica(
+            model=model, kind=kind, dtype=practice.generates if overlaps else "bfloat16",
+            tensor_parallel=int(number("generator_tp", tensor if unknown else practice.generator_tp)),
+            pipeline_parallel=int(number("generator_pp", stages if unknown else 1)), interleaves=not together,
+            reserved_bytes=STATE_BYTES * model.parameters if unknown else 0.0,
+        )  # fmt: skip
+        for each in [replica] if replica.tensor_parallel else fitting(replica, prompt + mean, rates):
+            share = rollouts / max(1, makes // each.ranks)
+            takes = each.ranks if overlaps and not practice.gathers else 1  # devices that take in a version together
+            training = passes * (forward - _UPDATE + _UPDATE * slowest) + learners.sums() * (rollouts / updated)
+            late = stragglers(each, lengths, prompt, share, rates, group=practice.group, ahead=ahead)
+            found.append(Run(
+                row=row, overlaps=overlaps, training=training, waits=late + training * (1 / practice.fetches),
+                generation=sustain(each, lengths, prompt, share, rates, at_once=share) if overlaps
+                else generate(each, lengths, prompt, share, rates, of=rollouts),
+                exchange=Parts(links=0.0 if together else exchange(model, kind, makes) / takes),
+            ))  # fmt: skip
+    return min(found, key=lambda run: run.predicted_s(rates))
 
 
-def fitting(replica: Replica, tokens: float, rates: Rates) -> Replica:
-    """Itself, or, where its tensor parallelism is not known (0), the least whose cache holds 32 rollouts."""
-    if replica.tensor_parallel:
-        return replica
+def cuts(model: Counts, kind: DeviceKind) -> list[tuple[int, int]]:
+    """Ranks of tensor parallelism within a node, and stages, that hold what is trained: the fewest, and up to a node.
+
+    Weights and gradients in two bytes, and the optimizer's state."""
+    need = (2 + 2 + STATE_BYTES) * model.parameters
+    within = [ranks for ranks in (1, 2, 4, 8) if ranks <= kind.per_node and ranks * kind.memory_bytes >= need]
+    if within:
+        return [(ranks, 1) for ranks in within]
+    stages = 2
+    while stages * kind.per_node * kind.memory_bytes < need:
+        stages *= 2
+    return [(kind.per_node, stages)]
+
+
+def fitting(replica: Replica, tokens: float, rates: Rates) -> list[Replica]:
+    """With each tensor parallelism within a node, or the least beyond, whose cache holds 32 rollouts."""
+    found: list[Replica] = []
     for ranks in (1, 2, 4, 8, 16, 32):
-        found = replace(replica, tensor_parallel=ranks)
-        free = rates.cache_share * found.kind.memory_bytes * found.ranks - found.weight_bytes
-        if free > 32 * tokens * found.cache_bytes:
-            return found
-    return found
+        each = replace(replica, tensor_parallel=ranks)
+        room = rates.cache_share * each.kind.memory_bytes * each.ranks - each.weight_bytes - each.reserved_bytes
+        if room > 32 * tokens * each.cache_bytes and (ranks <= each.kind.per_node or not found):
+            found.append(each)
+    return found or [replace(replica, tensor_parallel=32)]
 
 
 def by_system(rows: Sequence[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:

@@ -289,7 +289,7 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     tokens = workload.prompt_tokens + ground.lengths.mean
     if operator is ground.generator:
         alike = Counter(ground.replica(number) for number in range(ground.replicas))
-        found = {replica: _generation(replica, rollouts / ground.replicas, ground) for replica in alike}
+        found = {each: _generation(each, rollouts / ground.replicas, ground, of=rollouts) for each in alike}
         pace = sum(many / found[replica][0] for replica, many in alike.items())  # shares that they make in a second
         at_once = sum(many * found[replica][1] for replica, many in alike.items())
         return replace(made, seconds=ground.replicas / pace, at_once=at_once)
@@ -311,8 +311,8 @@ def _cut(operator: Operator, placement: Placement, ground: Foreground) -> str:
     return f"{placement.replicas // stages} x {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def _generation(replica: Replica, rollouts: float, ground: Foreground) -> tuple[float, float]:
-    """Seconds in which a replica makes so many, and how many it decodes at once."""
+def _generation(replica: Replica, rollouts: float, ground: Foreground, of: float) -> tuple[float, float]:
+    """Seconds in which a replica makes so many, of those that all make, and how many it decodes at once."""
     rates, prompt = ground.constants.generator, ground.workload.prompt_tokens
     slots = float(ground.generator.traits.slots)
     limited = replace(rates, most_rollouts=ground.generator.traits.slots)
@@ -320,7 +320,7 @@ def _generation(replica: Replica, rollouts: float, ground: Foreground) -> tuple[
     batch = min(room, (ground.max_staleness + 1) * rollouts)  # no more may be on their way
     parts = (
         sustain(replica, ground.lengths, prompt, rollouts, limited, at_once=batch) if ground.max_staleness
-        else generate(replica, ground.lengths, prompt, rollouts, limited)
+        else generate(replica, ground.lengths, prompt, rollouts, limited, of=of)
     )  # fmt: skip
     return parts.seconds(rates) + rollouts * rates.end_s, batch
 

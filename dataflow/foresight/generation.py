@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +30,15 @@ class Replica:
     kind: DeviceKind
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    interleaves: bool = True
+    """Whether a batch is cut into as many parts as there are stages, which all work at once; else it goes through them
+    whole."""
     dtype: str = "bfloat16"
     """Of weights and products."""
     steps: Steps | None = None
     """Seconds of all stages of the pipeline together; None: by rates of data sheets."""
+    reserved_bytes: float = 0.0
+    """On all its devices, of others: of a trainer that keeps its optimizer's state there while it generates."""
 
     @property
     def ranks(self) -> int:
@@ -52,30 +58,33 @@ class Replica:
 
     def at_once(self, tokens: float, rates: Rates) -> float:
         """Rollouts of so many tokens that its cache holds. GraphError where it holds none."""
-        free = rates.cache_share * self.kind.memory_bytes * self.ranks - self.weight_bytes
-        found = free / (self.cache_bytes * tokens)
+        room = rates.cache_share * self.kind.memory_bytes * self.ranks
+        found = (room - self.weight_bytes - self.reserved_bytes) / (self.cache_bytes * tokens)
         if found < 1:
+            held, others = self.weight_bytes / 1e9, self.reserved_bytes / 1e9
+            beside = f" and {others:.0f} GB of a trainer" if others else ""
             raise GraphError(
-                f"a model of {self.weight_bytes / 1e9:.0f} GB leaves no room for a rollout of {tokens:.0f} tokens on "
-                f"{self.ranks} x {self.kind.name} of {self.kind.memory_bytes / 1e9:.0f} GB; give it more ranks"
+                f"a model of {held:.0f} GB{beside} leaves no room for a rollout of {tokens:.0f} tokens "
+                f"on {self.ranks} x {self.kind.name} of {self.kind.memory_bytes / 1e9:.0f} GB; give it more ranks"
             )
         return min(found, rates.most_rollouts)
 
     def step(self, rollouts: float, context: float, rates: Rates) -> Parts:
         """One token for each of so many rollouts, which have `context` tokens in the mean.
 
-        Weights are read once by each stage of the pipeline for its share of the batch, which is what takes the time of
-        small batches, and the cache once (Pope et al., arXiv 2211.05102, section 3); two all-reduces a layer."""
-        stages, model, kind = self.pipeline_parallel, self.model, self.kind
-        each = rollouts / stages
+        Weights are read once, which is what takes the time of small batches, and the cache once (Pope et al., arXiv
+        2211.05102, section 3); two all-reduces a layer. While one part of a batch goes through all stages of a
+        pipeline, so does each other part."""
+        model, kind = self.model, self.kind
         if self.steps is not None:
-            return Parts(fixed=self.steps.decode(each, context))
-        nbytes = model.touched(each) * _BYTES[self.dtype] + rollouts * context * self.cache_bytes
+            return Parts(fixed=self.steps.decode(rollouts / self.pipeline_parallel, context))
+        each = rollouts / max(1.0, min(self.pipeline_parallel if self.interleaves else 1, rollouts))
+        nbytes = model.touched(each) * _BYTES[self.dtype] + each * context * self.cache_bytes
         return Parts(
             memory=nbytes / (self.tensor_parallel * kind.memory_bytes_per_s),
-            compute=model.forward(rollouts, context) / (self.tensor_parallel * kind.rate(self.dtype)),
-            links=stages * all_reduces(model, kind, self.tensor_parallel, each),
-            fixed=rates.step_s + rollouts * rates.row_s + stages * self._latency(rates),
+            compute=model.forward(each, context) / (self.tensor_parallel * kind.rate(self.dtype)),
+            links=all_reduces(model, kind, self.tensor_parallel, each),
+            fixed=rates.step_s + rollouts * rates.row_s + self._latency(rates),
         )
 
     @property
@@ -84,24 +93,29 @@ class Replica:
         return PER_LAYER * self.model.layers if self.tensor_parallel > 1 else 0
 
     def _latency(self, rates: Rates) -> float:
-        """Of the all-reduces of one stage, however few bytes they carry."""
-        once = rates.far_exchange_s if self.tensor_parallel > self.kind.per_node else rates.exchange_s
+        """Seconds of a step's all-reduces, however few bytes they carry."""
+        nodes = max(1.0, self.tensor_parallel / self.kind.per_node)
+        once = rates.exchange_s + rates.far_exchange_s * math.log2(nodes)  # by trees (Sanders et al., 2009)
         return self.exchanges * once
 
 
-def generate(replica: Replica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates) -> Parts:
+def generate(
+    replica: Replica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates, of: float = 0.0
+) -> Parts:
     """Until so many rollouts, all of which are there at the start, are whole.
 
     While some wait, as many are decoded as the cache holds; then nobody follows those who have ended, and the batch
-    empties as lengths say. A prompt is prefilled once for each rollout."""
+    empties as lengths say. A prompt is prefilled once for each rollout. of: rollouts of all replicas, which wait for
+    each other: the longest of them decides."""
     typical = prompt_tokens + 0.6 * lengths.mean  # those that are alive are in their midst, the longer ones longer
     batch = min(rollouts, replica.at_once(typical, rates))
     parts = replica.step(batch, typical, rates) * ((rollouts - batch) / batch * lengths.mean)
     points = np.linspace(0, lengths.most, _POINTS + 1)
-    alive = batch * lengths.longer_than(points[:-1])
-    for index in np.flatnonzero(alive >= 0.5).tolist():
+    longer = lengths.longer_than(points[:-1])
+    for index in np.flatnonzero(max(batch, of) * longer >= 0.5).tolist():
         width = float(points[index + 1] - points[index])
-        parts += replica.step(max(1.0, float(alive[index])), prompt_tokens + float(points[index]), rates) * width
+        alive = max(1.0, batch * float(longer[index]))
+        parts += replica.step(alive, prompt_tokens + float(points[index]), rates) * width
     return parts + prefill(replica, prompt_tokens, rollouts)
 
 
@@ -114,6 +128,20 @@ def sustain(
     return replica.step(batch, typical, rates) * (rollouts * lengths.mean / batch) + prefill(
         replica, prompt_tokens, rollouts
     )
+
+
+def stragglers(
+    replica: Replica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates, *, group: int, ahead: float
+) -> Parts:
+    """From a version of the weights on, until the groups are whole that its step cannot do without.
+
+    rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the step needs all
+    groups that begin with its version; with a tenth, all but the slowest tenth; with one, nobody who began with it."""
+    if ahead >= 1:
+        return Parts()
+    tokens = lengths.longest_of(group, 1 - ahead)
+    alive = max(1.0, rollouts * min(1.0, lengths.mean / tokens))  # while they last, in the mean
+    return replica.step(alive, prompt_tokens + tokens / 2, rates) * tokens
 
 
 def prefill(replica: Replica, prompt_tokens: float, rollouts: float) -> Parts:

@@ -35,13 +35,14 @@ class Lengths:
         return cls(found)
 
     @classmethod
-    def drawn(cls, mean: float, most: float, sigma: float = 0.8) -> Lengths:
+    def drawn(cls, mean: float, most: float, sigma: float = 0.8, samples: int = _SAMPLES) -> Lengths:
         """Log-normal, cut at `most` tokens, with this mean after the cut. sigma: of the logarithm, before the cut.
+        samples: as many as are generated together, where the longest of them matters.
 
         GraphError where no such mean can be had."""
         if not 1 <= mean < most or sigma < 0:
             raise GraphError(f"a mean of {mean:g} tokens of at most {most:g} cannot be had; give 1 <= mean < most")
-        return _log_normal(mean, most, sigma)
+        return _log_normal(mean, most, sigma, samples)
 
     @property
     def mean(self) -> float:
@@ -49,9 +50,18 @@ class Lengths:
         return float(self.tokens.mean())
 
     @property
+    def spread(self) -> float:
+        """Standard deviation over the mean."""
+        return float(self.tokens.std()) / self.mean
+
+    @property
     def most(self) -> float:
         """Tokens of the longest."""
         return float(self.tokens[-1])
+
+    def longest_of(self, group: int, share: float) -> float:
+        """Tokens that the longest of a group does not exceed, in such a share of groups."""
+        return float(np.quantile(self.tokens, share ** (1 / group), method="inverted_cdf"))
 
     def longer_than(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Share of completions that are longer, for each."""
@@ -59,10 +69,10 @@ class Lengths:
 
 
 @functools.lru_cache(maxsize=64)
-def _log_normal(mean: float, most: float, sigma: float) -> Lengths:
+def _log_normal(mean: float, most: float, sigma: float, samples: int) -> Lengths:
     """The same for every placement that is looked at."""
     normal = NormalDist()
-    scores = np.array([normal.inv_cdf((i + 0.5) / _SAMPLES) for i in range(_SAMPLES)])
+    scores = np.array([normal.inv_cdf((i + 0.5) / samples) for i in range(samples)])
     low, high = -10 * sigma - 1, math.log(most) + 10 * sigma + 1
     for _ in range(60):
         middle = (low + high) / 2

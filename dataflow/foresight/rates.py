@@ -14,10 +14,10 @@ class Rates:
     """Share of the memory's bandwidth, and of every link's, that is reached."""
     compute: float = 0.3
     """Share of the rate of matrix products."""
-    exchange_s: float = 20e-6
+    exchange_s: float = 12e-6
     """Seconds of an all-reduce of few bytes within a node."""
-    far_exchange_s: float = 70e-6
-    """The same over several nodes."""
+    far_exchange_s: float = 40e-6
+    """More, for every time that its nodes are twice as many."""
     step_s: float = 3e-3
     """Of a decode step besides the model: scheduling and drawing; of a training step: what it does once."""
     row_s: float = 0.0

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from dataflow.foresight.catalogue import DeviceKind
 from dataflow.foresight.counts import Counts
+from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import all_reduces
 from dataflow.foresight.parts import Parts
 
 BACKWARD = 2
 """Operations of a backward pass, in forward passes: a product for the inputs and one for the weights."""
+STATE_BYTES = 12
+"""Of a parameter's optimizer: its value and Adam's two moments, in float32 (Rajbhandari et al., arXiv 1910.02054)."""
+_GRADIENT_BYTES = 4
+"""Summed over ranks in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,29 @@ class Learners:
         """Adam reads weights, gradients and two moments and writes all but the gradients, four bytes each."""
         nbytes = 7 * 4 * self.model.parameters / self.ranks
         return Parts(memory=nbytes / self.kind.memory_bytes_per_s)
+
+    def sums(self) -> Parts:
+        """The gradients of an update, over the replicas: by rings, in which each rank sends its own share twice.
+
+        Over nodes, the links of all ranks of a node that sum the same share work at once."""
+        kind, cut = self.kind, self.tensor_parallel * self.pipeline_parallel
+        own = (self.model.parameters - self.model.experts) / cut
+        own += self.model.experts / (self.expert_parallel * self.pipeline_parallel)
+        nbytes = 2 * (1 - min(1.0, cut / self.ranks)) * _GRADIENT_BYTES * own
+        alike = max(1, kind.per_node // self.tensor_parallel)
+        over_nodes = min(kind.within_bytes_per_s, alike * kind.between_bytes_per_s)
+        return Parts(links=nbytes / (over_nodes if self.ranks > kind.per_node else kind.within_bytes_per_s))
+
+    def slowest(self, lengths: Lengths, sequences: float) -> float:
+        """Tokens of the replica that has most of them between two updates, over their mean, where rollouts are dealt
+        out whatever their length.
+
+        A sum of n lengths is about normal, with their spread over the root of n; the largest of r normal numbers is
+        (r - 3/8) / (r + 1/4) of the way up in the mean (Blom, 1958)."""
+        if self.replicas <= 1:
+            return 1.0
+        furthest = NormalDist().inv_cdf((self.replicas - 0.375) / (self.replicas + 0.25))
+        return 1 + furthest * lengths.spread / math.sqrt(max(1.0, sequences / self.replicas))
 
     def _to_experts(self, tokens: float) -> float:
         """Seconds of a forward pass."""

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import CATALOGUE, device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import Replica, generate, sustain
+from dataflow.foresight.generation import Replica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED
@@ -138,6 +138,78 @@ def test_more_rollouts_never_take_less_time_and_never_more_each(rollouts: float,
 def test_a_batch_whose_places_are_taken_again_is_faster_than_one_that_empties(rollouts: float) -> None:
     emptied = generate(ON_H100, LENGTHS, 100, rollouts, ASSUMED).seconds(ASSUMED)
     assert sustain(ON_H100, LENGTHS, 100, rollouts, ASSUMED, at_once=rollouts).seconds(ASSUMED) < emptied
+
+
+def test_replicas_that_wait_for_each_other_wait_for_the_longest_rollout_of_all() -> None:
+    alone, among = (generate(ON_H100, LENGTHS, 100, 16, ASSUMED, of=of).seconds(ASSUMED) for of in (16, 2048))
+    assert generate(ON_H100, LENGTHS, 100, 16, ASSUMED).seconds(ASSUMED) == alone < among
+    most = LENGTHS.most * (ON_H100.step(16, 100 + LENGTHS.most, ASSUMED).seconds(ASSUMED))
+    assert LENGTHS.most * ON_H100.step(1, 100, ASSUMED).seconds(ASSUMED) < among < most * 1.05
+
+
+def test_the_longest_of_many_more_is_longer() -> None:
+    few, many = (Lengths.drawn(500, 100_000, samples=samples) for samples in (2048, 16384))
+    assert few.most < many.most and few.mean == pytest.approx(many.mean, rel=1e-3)
+    assert Lengths.of([5, 5]).spread == 0 and Lengths.of([1, 3]).spread == 0.5
+
+
+@given(rollouts=st.floats(0.5, 4000), stages=st.sampled_from([1, 2, 4, 16]))
+@settings(max_examples=30, deadline=None)
+def test_a_pipeline_decodes_parts_of_a_batch_at_once_or_the_whole_batch_in_each_stage(
+    rollouts: float, stages: int
+) -> None:
+    parts, whole = (
+        replace(ON_H100, pipeline_parallel=stages, interleaves=each).step(rollouts, 1000, ASSUMED)
+        for each in (True, False)
+    )
+    assert whole == ON_H100.step(rollouts, 1000, ASSUMED)  # stages one after the other: no faster than one device
+    assert parts == replace(ON_H100).step(rollouts / max(1, min(stages, rollouts)), 1000, ASSUMED)
+
+
+def test_a_trainer_s_state_leaves_less_room_and_is_named_where_it_leaves_none() -> None:
+    beside = replace(ON_H100, reserved_bytes=12e9)
+    lost = ON_H100.at_once(4000, ASSUMED) - beside.at_once(4000, ASSUMED)
+    assert lost == pytest.approx(12e9 / (4000 * ON_H100.cache_bytes))
+    with pytest.raises(GraphError, match=r"of 16 GB and 70 GB of a trainer leaves no room"):
+        replace(ON_H100, reserved_bytes=70e9).at_once(1000, ASSUMED)
+
+
+def test_an_all_reduce_of_few_bytes_takes_longer_with_each_doubling_of_nodes_whatever_the_rates() -> None:
+    fixed = [replace(ON_H100, tensor_parallel=ranks).step(1, 0, ASSUMED).fixed for ranks in (1, 8, 16, 32)]
+    each = 2 * EIGHT.layers
+    assert np.diff(fixed) == pytest.approx([each * 12e-6, each * 40e-6, each * 40e-6])
+
+
+def test_gradients_are_sent_twice_by_every_rank_that_has_others_beside_it() -> None:
+    ranks = Learners(model=EIGHT, kind=CATALOGUE["H100"], ranks=16)
+    assert replace(ranks, tensor_parallel=8, pipeline_parallel=2).sums().links == 0
+    assert ranks.sums().links == pytest.approx(2 * 15 / 16 * 4 * EIGHT.parameters / 400e9)
+    cut = replace(ranks, ranks=64, tensor_parallel=8).sums()
+    assert cut.links == pytest.approx(2 * 7 / 8 * 4 * EIGHT.parameters / 8 / 50e9)
+    within = replace(ranks, ranks=8).sums()
+    assert within.links == pytest.approx(2 * 7 / 8 * 4 * EIGHT.parameters / 450e9)
+
+
+@pytest.mark.parametrize(("replicas", "each"), [(4, 128), (8, 64), (16, 32)])
+def test_the_replica_with_most_tokens_has_as_many_more_as_lengths_that_are_drawn_say(replicas: int, each: int) -> None:
+    lengths = Lengths.drawn(800, 28000, 1.0)
+    sums = np.random.default_rng(0).choice(lengths.tokens, (400, replicas, each)).sum(2)
+    learners = Learners(model=EIGHT, kind=CATALOGUE["H100"], ranks=replicas)
+    found = learners.slowest(lengths, replicas * each)
+    assert found == pytest.approx((sums.max(1) / sums.mean(1)).mean(), rel=0.06)
+    assert replace(learners, ranks=1).slowest(lengths, 10) == 1 == learners.slowest(Lengths.of([7, 7]), 64)
+
+
+def test_a_step_waits_for_all_groups_that_begin_with_it_or_for_fewer_the_more_may_begin_early() -> None:
+    def waits(ahead: float) -> float:
+        return stragglers(ON_H100, LENGTHS, 100, 64, ASSUMED, group=16, ahead=ahead).seconds(ASSUMED)
+
+    alone = ON_H100.step(64 * LENGTHS.mean / LENGTHS.most, 100 + LENGTHS.most / 2, ASSUMED).seconds(ASSUMED)
+    assert waits(0) == pytest.approx(LENGTHS.most * alone)
+    heavy = Lengths.of([10] * 999 + [1000])
+    assert heavy.longest_of(1, 0.99) == 10 and heavy.longest_of(16, 0.99) == 1000 == heavy.longest_of(16, 1)
+    found = [waits(ahead) for ahead in (0, 0.1, 0.5, 0.9, 1, 4)]
+    assert found == sorted(found, reverse=True) and found[3] > found[4] == found[5] == 0
 
 
 def test_key_value_heads_that_are_fewer_than_ranks_are_held_several_times() -> None:
