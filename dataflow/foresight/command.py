@@ -20,6 +20,7 @@ from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.workload import read_workload
 from dataflow.graph import Graph
 from dataflow.planning.hosts import Devices
+from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
 from dataflow.planning.sharing import Wishes
 from dataflow.structure import Structure
@@ -48,15 +49,15 @@ def foreseen_of_run(
 def told(
     graph: Graph, devices: str, *, gpus: Wishes | str | None, workload: str, steps: int | None,
     replicas: Mapping[str, int] | None = None, ranks: Mapping[str, int] | None = None, constants: str = CONSTANTS[0],
-    prices: str = "", draw: Path | None = None,
+    prices: str = "", draw: Path | None = None, place: Place | None = None,
 ) -> str:  # fmt: skip
     """What a graph takes on devices that are named as `read_devices` has them.
 
-    gpus: accelerators by node; empty: dealt out for the shortest step, with knobs as they are declared; auto: the
-    generator's knobs, replicas and ranks are chosen too, for the shortest step; auto:cost: for the least cost, where
-    devices may be left unused. workload: as `read_workload` has it. constants: as `read_constants` has them. prices: as
-    `read_prices` has them. draw: where a time line goes (.svg), or all figures (.json). GraphError for what cannot be
-    read or foreseen."""
+    gpus: accelerators by node; empty: dealt out for the shortest step, with knobs as they are declared; auto: knobs of
+    generator and trainer, replicas and ranks are chosen too, for the shortest step; auto:cost: for the least cost,
+    where devices may be left unused. workload, constants, prices: as `read_workload`, `read_constants` and
+    `read_prices` have them. place: as `plan` has it. draw: where a time line goes (.svg), or all figures (.json).
+    GraphError for what cannot be read or foreseen."""
     if draw is not None and draw.suffix not in (".svg", ".json"):
         raise GraphError(f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of these")
     room, texts = read_devices(devices), read_workload(workload)
@@ -68,6 +69,11 @@ def told(
         )
     said, more = "", dict[str, Any]()
     if gpus in AUTO or not (gpus or not room.gpus):
+        if place:
+            raise GraphError(
+                f"hosts are chosen with the devices where --gpus does not deal these out, but place is given for "
+                f"{sorted(place)}; leave it out, or give --gpus numbers"
+            )
         objective = _objective(str(gpus or AUTO[0]), room, paid, [*(replicas or {}), *(ranks or {})])
         choice = choose(graph, room, **how, objective=objective, knobs=bool(gpus))
         best = choice.ways[0]
@@ -76,9 +82,10 @@ def told(
         more = to_plain_choice(choice)
     else:
         assert not isinstance(gpus, str), "another word is refused"
-        found = foresee(graph, room, gpus=gpus, replicas=replicas, ranks=ranks, **how)
+        found = foresee(graph, room, gpus=gpus, replicas=replicas, ranks=ranks, place=place, **how)
         counts = {name: each for name, each in (gpus or {}).items() if isinstance(each, int)}
-        candidate = Candidate(gpus=counts, replicas=replicas or {}, ranks=ranks or {})
+        hosts = {node: (each,) if isinstance(each, str) else tuple(each) for node, each in (place or {}).items()}
+        candidate = Candidate(gpus=counts, replicas=replicas or {}, ranks=ranks or {}, place=hosts)
     helping = gains(graph, candidate, room, **how)
     said += f"\n{told_gains(helping)}"
     if draw is not None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
-from dataflow.foresight.choice.candidates import Candidate, candidates, deals_out, generators, splits
+from dataflow.foresight.choice.candidates import Candidate, candidates, generators, splits
 from dataflow.foresight.choice.gains import Gain, changes, gains, staler, told
+from dataflow.foresight.choice.learners import deals_out
 from dataflow.foresight.choice.search import Objective, choose, cost_of, reason
 from dataflow.foresight.choice.told import ways
 from dataflow.foresight.foresee import foresee
