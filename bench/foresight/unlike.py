@@ -75,7 +75,8 @@ def unlike(path: Path | None) -> int:
                 report.add(
                     case=case.name, system=name, step_s=way.foreseen.step_s,
                     devices=" | ".join(each.devices for each in way.foreseen.operations if each.kinds),
-                    over_auto=way.foreseen.step_s / best.foreseen.step_s - 1, asked=way.asked,
+                    over_auto=way.foreseen.step_s / best.foreseen.step_s - 1,
+                    asked=None if name in dealt() else way.asked,
                 )  # fmt: skip
     report.show(console)
     return 0

@@ -1,12 +1,13 @@
 """`--foresee`: devices and a workload as text, what is foreseen of a graph as text."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError
 from dataflow.foresight.calibration import read_constants
+from dataflow.foresight.catalogue import device_kind, kind_named
 from dataflow.foresight.choice.candidates import Candidate
 from dataflow.foresight.choice.gains import gains
 from dataflow.foresight.choice.gains import told as told_gains
@@ -19,31 +20,60 @@ from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.workload import read_workload
 from dataflow.graph import Graph
-from dataflow.planning.hosts import Devices
+from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
 from dataflow.planning.sharing import Wishes
 from dataflow.structure import Structure
 from dataflow.system.files import write_atomically
+from dataflow.system.gpu_memory import gpu_names
 
 AUTO = ("auto", "auto:cost")
 """Words of `--gpus` that leave it to a search: for the shortest step, for the least cost."""
 
 
 def foreseen_of_run(
-    graph: Structure, made: Plan, workload: str, constants: str, *, steps: int | None
+    graph: Structure, made: Plan, workload: str, constants: str, *, steps: int | None,
+    names: Callable[[], Sequence[str]] = gpu_names,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a run that is about to begin will take, for its folder.
+    """What a run that is about to begin on this machine will take, for its folder.
 
-    GraphError as `foresee`, and for accelerators, whose kind nobody has named."""
-    if made.devices.gpus:
-        raise GraphError("a run on accelerators is not foreseen yet as it begins; ask with --foresee 16xH100, say")
-    replicas = {name: each.replicas for name, each in made.placements.items() if each.replicas > 1}
-    ranks = {name: each.ranks for name, each in made.placements.items() if each.ranks > 1}
+    names: what its accelerators are called. GraphError as `foresee`, and for accelerators of no known kind."""
+    placements = made.placements.items()
+    gpus = {name: len(each.gpus) for name, each in placements if each.gpus}
+    replicas = {name: each.replicas for name, each in placements if each.replicas > 1 and name not in gpus}
+    ranks = {name: each.ranks for name, each in placements if each.ranks > 1 and name not in gpus}
+    if made.turns:
+        raise GraphError(
+            f"operators take turns on their devices here, {' and '.join(map(str, made.turns))}, which is not foreseen "
+            f"yet; give each its own, or run without --constants"
+        )
     return to_plain(foresee(
-        graph, Devices(cpus=made.devices.cpus), replicas=replicas, ranks=ranks, workload=read_workload(workload),
-        steps=steps, constants=read_constants(constants),
+        graph, here(made.devices, names()) if gpus else Devices(cpus=made.devices.cpus), gpus=gpus or None,
+        replicas=replicas, ranks=ranks, workload=read_workload(workload), steps=steps,
+        constants=read_constants(constants),
     ))  # fmt: skip
+
+
+def here(devices: Devices, names: Sequence[str]) -> Devices:
+    """This machine with the kind of its accelerators. names: theirs. GraphError where nobody knows it."""
+    if not names:
+        raise GraphError(
+            "a run is foreseen on accelerators whose kind is known, but NVIDIA's management library tells none of this "
+            "machine's; ask with --foresee 8xH100, say, or run without --constants"
+        )
+    kinds = dict.fromkeys(kind_named(name).name for name in names)
+    if len(kinds) > 1:
+        raise GraphError(
+            f"a run is foreseen on accelerators of one kind in each machine, but this one has {' and '.join(kinds)}; "
+            f"ask with --foresee 4x{next(iter(kinds))}, say, or run without --constants"
+        )
+    kind = device_kind(next(iter(kinds)))
+    host = Host(
+        name="here", cpus=devices.cpus, gpus=devices.gpus, kind=kind.name, memory_bytes=devices.memory_bytes,
+        gpu_memory_bytes=devices.gpu_memory_bytes or kind.memory_bytes,
+    )  # fmt: skip
+    return Devices.of([host], devices.link_bytes_per_s)
 
 
 def told(

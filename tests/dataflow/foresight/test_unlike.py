@@ -12,7 +12,7 @@ from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.choice.candidates import Candidate, candidates, seats
 from dataflow.foresight.choice.gains import changes
 from dataflow.foresight.choice.learners import Step, best_learner, learners
-from dataflow.foresight.choice.search import choose
+from dataflow.foresight.choice.search import choose, foreseen_of
 from dataflow.foresight.counts import counts_of
 from dataflow.foresight.foresee import foresee
 from dataflow.foresight.rates import ASSUMED
@@ -136,17 +136,31 @@ def test_by_closed_forms_generators_on_both_kinds_beat_each_kind_alone_and_ways_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_auto_finds_a_plan_for_both_kinds_that_beats_each_alone_and_ways_by_hand(model: Model) -> None:
     made, how = graph(model), {"workload": EVEN, "steps": 30}
     room = read_devices("64xH100+64xL40S")
     best = choose(made, room, **how).ways[0]
     assert best.candidate.kinds == () and set(best.foreseen.operations[0].kinds) == {"H100", "L40S"}
     for kind in ("H100", "L40S"):
-        alone = choose(made, read_devices(f"64x{kind}"), **how).ways[0]
-        assert best.foreseen.step_s < 0.85 * alone.foreseen.step_s, kind
+        alone = least(made, f"64x{kind}", **how)
+        assert best.foreseen.step_s < 0.85 * alone, kind
     for place in by_hand():
         naive = foresee(made, room, gpus={"generator": 64, "trainer": 64}, place=place, **how)
         assert best.foreseen.step_s < 0.95 * naive.step_s, place
+
+
+def least(made: Graph, text: str, **how: Any) -> float:
+    """Seconds of the shortest step of all ways, by simulation of the best four by closed forms."""
+    room, found = read_devices(text), []
+    for number, each in enumerate(candidates(made, room, workload=EVEN)):
+        try:
+            placed = each.placed(made)
+            closed = foreseen_of(placed, each, room, **how, simulated=False).step_s
+        except GraphError:
+            continue
+        found.append((closed, number, placed, each))
+    return min(foreseen_of(placed, each, room, **how).step_s for _, _, placed, each in sorted(found)[:4])
 
 
 def test_siblings_prompt_is_taken_in_once_by_closed_forms_and_by_the_clock(model: Model) -> None:
