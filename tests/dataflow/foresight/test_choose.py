@@ -111,6 +111,16 @@ def test_the_chosen_way_is_the_shortest_of_those_simulated_and_the_graph_stays_a
     assert f"{choice.tried} ways looked at, {choice.simulated} simulated" in ways(choice)
 
 
+def test_a_way_that_is_far_off_by_closed_forms_is_not_simulated(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, room, counts = graph(model), read_devices("4xH100"), []
+    for far in (float("inf"), 1e-9):
+        monkeypatch.setattr("dataflow.foresight.choice.search.FAR", far)
+        choice = choose(made, room, workload=SHORT, steps=6)
+        counts.append((choice.simulated, choice.ways[0].foreseen.step_s))
+    (all_of, best), (few, first) = counts
+    assert few < all_of and best <= first
+
+
 def test_the_least_cost_takes_fewer_devices_than_the_shortest_step_and_prices_turn_it(model: Model) -> None:
     made, room = graph(model), read_devices("8xH100")
     fast = choose(made, room, workload=SHORT, steps=6).ways[0].foreseen
