@@ -159,7 +159,7 @@ def _act(
         print(told(
             graph, flags["foresee"], gpus=how["gpus"], replicas=how["replicas"], ranks=how["ranks"],
             workload=flags["workload"], steps=flags["steps"], constants=flags["constants"] or CONSTANTS[0],
-            prices=flags["prices"], draw=flags["draw"],
+            prices=flags["prices"], draw=flags["draw"], place=how["place"],
         ))  # fmt: skip
         return
     if how["gpus"] in AUTO or flags["prices"]:

@@ -4,6 +4,7 @@
     python -m bench.foresight --rows OTHER.csv --json OUT         # rows with the constants that are known
     python -m bench.foresight --own                               # our own runs on this machine: bench.foresight.own
     python -m bench.foresight --choice                            # does auto pick the fastest: bench.foresight.choice
+    python -m bench.foresight --unlike                            # 64 H100 with 64 L40S: bench.foresight.unlike
     python -m bench.foresight --generator                         # time per token, on measured rows of servers
 
 A system has two constants, the shares of data-sheet rates that it reaches (memory and links, matrix products), and one
@@ -32,6 +33,7 @@ from bench.foresight.fit import Ratio, by_costs, by_devices, by_mean, fitted, le
 from bench.foresight.generator import generator
 from bench.foresight.own import own
 from bench.foresight.published import PRACTICES, Practice, by_system, read_models, read_rows, seen
+from bench.foresight.unlike import unlike
 from bench.report import Report
 from dataflow.foresight.rates import ASSUMED, Rates
 
@@ -52,6 +54,7 @@ def main() -> int:
         "--choice", action="store_true", help="run every placement of ten graphs, and see what auto picks"
     )
     what.add_argument("--generator", action="store_true", help="runs of servers that aiconfigurator-core has measured")
+    what.add_argument("--unlike", action="store_true", help="foresee 64 H100 and 64 L40S, together, alone, by hand")
     both = "of --own and --choice"
     parser.add_argument("--graphs", default="", help="of --choice: these alone, by name, as in 'small+tail'")
     parser.add_argument("--policies", type=Path, default=Path("policies"), help=f"{both}: folder for the policies")
@@ -65,6 +68,8 @@ def main() -> int:
         return choice(
             options.json, options.policies, options.keep, [each for each in options.graphs.split("+") if each]
         )
+    if options.unlike:
+        return unlike(options.json)
     if options.generator:
         return generator(options.json)
     if options.rows:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dataflow.errors import GraphError
 
 GB, GB_PER_S, TERA = 10**9, 1e9, 1e12
+_COMMON = ("NVIDIA", "AMD", "Instinct", "SXM", "SXM4", "SXM5", "OAM", "HBM3", "HBM3e")
+"""Of names, what tells no kinds apart that are known here."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,3 +89,25 @@ def device_kind(name: str) -> DeviceKind:
         do = f"did you mean {near[0]}?" if near else f"take one of {', '.join(CATALOGUE)}"
         raise GraphError(f"a kind of device that nobody knows; found {name!r}; {do}")
     return CATALOGUE[name]
+
+
+def kind_named(name: str) -> DeviceKind:
+    """The kind of a device by what its maker's driver calls it; of other boards with the same chip (PCIe, NVL, another
+    memory) no figures are here. GraphError with the nearest kind for those.
+
+    >>> kind_named("NVIDIA H100 80GB HBM3").name, kind_named("NVIDIA A100-SXM4-80GB").name
+    ('H100', 'A100')
+    """
+    parts = [part for part in re.split(r"[\s-]+", name) if part and part not in _COMMON]
+    found = [CATALOGUE[part] for part in parts if part in CATALOGUE and part != "cpu"]
+    rest = [part for part in parts if part not in CATALOGUE]
+    if len(found) == 1 and all(part == f"{found[0].memory_bytes // GB}GB" for part in rest):
+        return found[0]
+    near = found[0].name if found else next(
+        iter(difflib.get_close_matches(max(parts, key=len, default=""), CATALOGUE, n=1, cutoff=0.5)), ""
+    )  # fmt: skip
+    do = f"the nearest kind is {near}" if near else f"those known are {', '.join(CATALOGUE)}"
+    raise GraphError(
+        f"a run is foreseen on kinds of accelerators that are known, but this machine's is called {name!r}; {do}: ask "
+        f"with --foresee for as many of them, or run without --constants"
+    )

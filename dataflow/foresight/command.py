@@ -1,13 +1,14 @@
 """`--foresee`: devices and a workload as text, what is foreseen of a graph as text."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError
 from dataflow.foresight.calibration import calibrate, read_constants
+from dataflow.foresight.catalogue import device_kind, kind_named
 from dataflow.foresight.choice.candidates import Candidate
 from dataflow.foresight.choice.gains import gains
 from dataflow.foresight.choice.gains import told as told_gains
@@ -22,46 +23,76 @@ from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.workload import PROMPT_TOKENS, Workload, read_workload
 from dataflow.graph import Graph
-from dataflow.planning.hosts import Devices
+from dataflow.planning.hosts import Devices, Host
+from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
 from dataflow.planning.sharing import Wishes
 from dataflow.planning.this_machine import this_machine
 from dataflow.structure import Structure
 from dataflow.system.files import write_atomically
+from dataflow.system.gpu_memory import gpu_names
 
 AUTO = ("auto", "auto:cost")
 """Words of `--gpus` that leave it to a search: for the shortest step, for the least cost."""
 
 
 def foreseen_of_run(
-    graph: Structure, made: Plan, workload: str, constants: str, *, steps: int | None
+    graph: Structure, made: Plan, workload: str, constants: str, *, steps: int | None,
+    names: Callable[[], Sequence[str]] = gpu_names,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a run that is about to begin will take, for its folder.
+    """What a run that is about to begin on this machine will take, for its folder.
 
-    GraphError as `foresee`, and for accelerators, whose kind nobody has named."""
-    if made.devices.gpus:
-        raise GraphError("a run on accelerators is not foreseen yet as it begins; ask with --foresee 16xH100, say")
-    replicas = {name: each.replicas for name, each in made.placements.items() if each.replicas > 1}
-    ranks = {name: each.ranks for name, each in made.placements.items() if each.ranks > 1}
+    names: what its accelerators are called. GraphError as `foresee`, and for accelerators of no known kind."""
+    placements = made.placements.items()
+    gpus = {name: len(each.gpus) for name, each in placements if each.gpus}
+    replicas = {name: each.replicas for name, each in placements if each.replicas > 1 and name not in gpus}
+    ranks = {name: each.ranks for name, each in placements if each.ranks > 1 and name not in gpus}
+    if made.turns:
+        raise GraphError(
+            f"operators take turns on their devices here, {' and '.join(map(str, made.turns))}, which is not foreseen "
+            f"yet; give each its own, or run without --constants"
+        )
     return to_plain(foresee(
-        graph, Devices(cpus=made.devices.cpus), replicas=replicas, ranks=ranks, workload=read_workload(workload),
-        steps=steps, constants=read_constants(constants),
+        graph, here(made.devices, names()) if gpus else Devices(cpus=made.devices.cpus), gpus=gpus or None,
+        replicas=replicas, ranks=ranks, workload=read_workload(workload), steps=steps,
+        constants=read_constants(constants),
     ))  # fmt: skip
+
+
+def here(devices: Devices, names: Sequence[str]) -> Devices:
+    """This machine with the kind of its accelerators. names: theirs. GraphError where nobody knows it."""
+    if not names:
+        raise GraphError(
+            "a run is foreseen on accelerators whose kind is known, but NVIDIA's management library tells none of this "
+            "machine's; ask with --foresee 8xH100, say, or run without --constants"
+        )
+    kinds = dict.fromkeys(kind_named(name).name for name in names)
+    if len(kinds) > 1:
+        raise GraphError(
+            f"a run is foreseen on accelerators of one kind in each machine, but this one has {' and '.join(kinds)}; "
+            f"ask with --foresee 4x{next(iter(kinds))}, say, or run without --constants"
+        )
+    kind = device_kind(next(iter(kinds)))
+    host = Host(
+        name="here", cpus=devices.cpus, gpus=devices.gpus, kind=kind.name, memory_bytes=devices.memory_bytes,
+        gpu_memory_bytes=devices.gpu_memory_bytes or kind.memory_bytes,
+    )  # fmt: skip
+    return Devices.of([host], devices.link_bytes_per_s)
 
 
 def told(
     graph: Graph, devices: str, *, gpus: Wishes | str | None, workload: str, steps: int | None,
     replicas: Mapping[str, int] | None = None, ranks: Mapping[str, int] | None = None, constants: str = CONSTANTS[0],
-    prices: str = "", draw: Path | None = None,
+    prices: str = "", draw: Path | None = None, place: Place | None = None,
 ) -> str:  # fmt: skip
     """What a graph takes on devices that are named as `read_devices` has them, or on this machine's cores as a run took
     it whose folder is named.
 
-    gpus: accelerators by node; empty: dealt out for the shortest step, with knobs as they are declared; auto: the
-    generator's knobs, replicas and ranks are chosen too, for the shortest step; auto:cost: for the least cost, where
-    devices may be left unused. workload: as `read_workload` has it. constants: as `read_constants` has them. prices: as
-    `read_prices` has them. draw: where a time line goes (.svg), or all figures (.json). GraphError for what cannot be
-    read or foreseen."""
+    gpus: accelerators by node; empty: dealt out for the shortest step, with knobs as they are declared; auto: knobs of
+    generator and trainer, replicas and ranks are chosen too, for the shortest step; auto:cost: for the least cost,
+    where devices may be left unused. workload, constants, prices: as `read_workload`, `read_constants` and
+    `read_prices` have them. place: as `plan` has it. draw: where a time line goes (.svg), or all figures (.json).
+    GraphError for what cannot be read or foreseen."""
     if draw is not None and draw.suffix not in (".svg", ".json"):
         raise GraphError(f"what is foreseen is drawn as .svg, or written as .json; found '{draw}'; name one of these")
     room, texts, known = _asked(devices, read_workload(workload), constants)
@@ -73,6 +104,11 @@ def told(
         )
     said, more = "", dict[str, Any]()
     if gpus in AUTO or not (gpus or not room.gpus):
+        if place:
+            raise GraphError(
+                f"hosts are chosen with the devices where --gpus does not deal these out, but place is given for "
+                f"{sorted(place)}; leave it out, or give --gpus numbers"
+            )
         objective = _objective(str(gpus or AUTO[0]), room, paid, [*(replicas or {}), *(ranks or {})])
         choice = choose(graph, room, **how, objective=objective, knobs=bool(gpus))
         best = choice.ways[0]
@@ -81,9 +117,10 @@ def told(
         more = to_plain_choice(choice)
     else:
         assert not isinstance(gpus, str), "another word is refused"
-        found = foresee(graph, room, gpus=gpus, replicas=replicas, ranks=ranks, **how)
+        found = foresee(graph, room, gpus=gpus, replicas=replicas, ranks=ranks, place=place, **how)
         counts = {name: each for name, each in (gpus or {}).items() if isinstance(each, int)}
-        candidate = Candidate(gpus=counts, replicas=replicas or {}, ranks=ranks or {})
+        hosts = {node: (each,) if isinstance(each, str) else tuple(each) for node, each in (place or {}).items()}
+        candidate = Candidate(gpus=counts, replicas=replicas or {}, ranks=ranks or {}, place=hosts)
     helping = gains(graph, candidate, room, **how)
     said += f"\n{told_gains(helping)}"
     if draw is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts_of, decoder_of
-from dataflow.foresight.generation import Replica, generate, sustain
+from dataflow.foresight.generation import Replica, generate, prefill, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
@@ -27,6 +27,7 @@ from dataflow.foresight.workload import Workload
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
+from dataflow.planning.pins import Place
 from dataflow.planning.placement import Placement
 from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
@@ -116,14 +117,15 @@ def foresee(
     graph: Structure, devices: Devices, *, gpus: Wishes | None = None, replicas: Mapping[str, int] | None = None,
     ranks: Mapping[str, int] | None = None, workload: Workload | None = None, steps: int | None = None,
     constants: Constants = ASSUMED_CONSTANTS, failures: Failures | None = None, simulated: bool = True,
+    place: Place | None = None,
 ) -> Foreseen:  # fmt: skip
     """The plan on these devices, and what it takes: seconds of a step, who waits, memory, staleness.
 
-    gpus, replicas, ranks: as `plan` has them; devices without accelerators compute on their cores. simulated: by a run
-    of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no credit, and
-    nothing of cores that are shared. GraphError where `check` or `plan` refuses, for a graph without one generator and
-    one trainer, for a model whose config.json is not at hand."""
-    ground = _ground(graph, devices, gpus, replicas, ranks, workload or Workload(), steps, constants)
+    gpus, replicas, ranks, place: as `plan` has them; devices without accelerators compute on their cores. simulated: by
+    a run of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no credit,
+    and nothing of cores that are shared. GraphError where `check` or `plan` refuses, for a graph without one generator
+    and one trainer, for a model whose config.json is not at hand."""
+    ground = _ground(graph, devices, gpus, replicas, ranks, place, workload or Workload(), steps, constants)
     costed = {each.node: each for each in _closed(ground)}
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     made = Foreseen(
@@ -141,7 +143,7 @@ def foresee(
 
 def _ground(
     graph: Structure, devices: Devices, gpus: Wishes | None, replicas: Mapping[str, int] | None,
-    ranks: Mapping[str, int] | None, workload: Workload, steps: int | None, constants: Constants,
+    ranks: Mapping[str, int] | None, place: Place | None, workload: Workload, steps: int | None, constants: Constants,
 ) -> Foreground:  # fmt: skip
     trainer, generator = only(graph, Learn), only(graph, Generate)
     if trainer.uses is None or generator.uses is None:
@@ -156,8 +158,8 @@ def _ground(
         dtype = generator.narrow or ("float32" if kind.name == "cpu" else "bfloat16")
         check_covered(constants.decode, decoder_of(generator.uses.source), kind, dtype)
     made = plan(
-        graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
-        sizes={name: _size(each) for name, each in models.items()},
+        graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, place=place,
+        sizes={name: size_of(each) for name, each in models.items()},
     )  # fmt: skip
     if made.turns:
         raise GraphError("operators take turns on their devices here, which is not foreseen yet; give each its own")
@@ -301,6 +303,7 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     parts = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts)
     seconds = parts.seconds(rates)
     if operator.trains:
+        seconds += ground.waits_s(learners, seconds, rollouts * tokens)
         seconds = seconds * ground.computed + once_s(learners, rates) + rollouts * rates.row_s
     return replace(made, seconds=seconds)
 
@@ -322,7 +325,8 @@ def _generation(replica: Replica, rollouts: float, ground: Foreground, of: float
         sustain(replica, ground.lengths, prompt, rollouts, limited, at_once=batch) if ground.max_staleness
         else generate(replica, ground.lengths, prompt, rollouts, limited, of=of)
     )  # fmt: skip
-    return parts.seconds(rates) + rollouts * rates.end_s, batch
+    shared = prefill(replica, prompt, rollouts * (1 - 1 / ground.group_size))  # siblings have one prompt
+    return (parts + shared * -1).seconds(rates) + rollouts * rates.end_s, batch
 
 
 def _kinds_of(placement: Placement, ground: Foreground) -> Counter[DeviceKind]:
@@ -364,7 +368,8 @@ def _kinds(devices: Devices) -> dict[str, DeviceKind]:
     return found
 
 
-def _size(model: Counts) -> ModelSize:
+def size_of(model: Counts) -> ModelSize:
+    """As a plan counts it."""
     return ModelSize(
         parameters=model.parameters, largest_end=model.ends,
         linear=(("all together", model.attention + model.mlps + model.experts, 1),), layers=model.layers,

@@ -15,6 +15,7 @@ from dataflow.foresight.generation import Replica, prefill
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import PER_LEARNT_LAYER
 from dataflow.foresight.rates import Constants, Rates
+from dataflow.foresight.sharding import waits_s
 from dataflow.foresight.simulation.clock import Processors
 from dataflow.foresight.simulation.scenario import (
     Failures,
@@ -131,6 +132,17 @@ class Foreground:
             expert_parallel=expert,
         )  # fmt: skip
 
+    def waits_s(self, learners: Learners, computing_s: float, tokens: float) -> float:
+        """Of a step of so many tokens: how long the trainer's ranks wait for each other's shards. Cores exchange them
+        too, but what this takes is in constants that were fitted to such runs."""
+        if self.on_cpu:
+            return 0.0
+        traits = self.trainer.traits
+        return waits_s(
+            learners, traits.dp_replicate, self.constants.learner, tokens=self.computed * tokens,
+            at_once=traits.micro_batch_tokens, computing_s=computing_s,
+        )  # fmt: skip
+
 
 def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = None, seed: int = 0) -> Scenario:
     """The graph's bounds, the plan's sizes, and each operator's seconds."""
@@ -180,6 +192,7 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
     tokens = ground.lengths.mean + ground.workload.prompt_tokens / ground.group_size  # a group's prompt is shared
     forward = 1.0 + BACKWARD + trainer.traits.gradient_checkpointing
     passes = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
+    passes += ground.waits_s(learners, passes, rollouts * tokens)
     return TrainerCosts(
         step_s=once_s(learners, rates), rollout_s=rates.row_s,
         token_s=ground.computed * passes / (rollouts * tokens), weights_s=ground.weights_s,

@@ -1,10 +1,16 @@
-"""How much memory this machine's accelerators have, asked of NVIDIA's management library: no CUDA context, no torch."""
+"""How much memory this machine's accelerators have, and their names, asked of NVIDIA's management library: no CUDA
+context, no torch."""
 
 import contextlib
 import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _LIBRARY = "libnvidia-ml.so.1"
+_LONGEST = 96
+"""Bytes of a name, with the 0 at its end."""
 
 
 class _Memory(ctypes.Structure):
@@ -13,26 +19,39 @@ class _Memory(ctypes.Structure):
 
 def gpu_memory(library: Any = None) -> int:
     """Bytes of the smallest of them; 0 where nobody can tell. library: in the place of NVIDIA's."""
+    return min(_asked(library, _total), default=0)
+
+
+def gpu_names(library: Any = None) -> list[str]:
+    """What their maker calls them, as in `NVIDIA H100 80GB HBM3`; empty where nobody can tell."""
+    return _asked(library, _name)
+
+
+def _asked(library: Any, ask: Callable[[Any, ctypes.c_void_p], T | None]) -> list[T]:
+    """Of those that answer; the library says 0 when all is well."""
     with contextlib.suppress(OSError, AttributeError):
         asked = library or ctypes.CDLL(_LIBRARY)
         if asked.nvmlInit_v2():
-            return 0
+            return []
         try:
-            return min(_totals(asked), default=0)
+            count, found = ctypes.c_uint(), []
+            if asked.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+                return []
+            for number in range(count.value):
+                handle = ctypes.c_void_p()
+                if not asked.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)):
+                    found.append(ask(asked, handle))
+            return [each for each in found if each is not None]
         finally:
             asked.nvmlShutdown()
-    return 0
+    return []
 
 
-def _totals(asked: Any) -> list[int]:
-    """Of those that answer; the library says 0 when all is well."""
-    count, found = ctypes.c_uint(), []
-    if asked.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return []
-    for number in range(count.value):
-        handle, memory = ctypes.c_void_p(), _Memory()
-        if not asked.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)) and not asked.nvmlDeviceGetMemoryInfo(
-            handle, ctypes.byref(memory)
-        ):
-            found.append(int(memory.total))
-    return found
+def _total(asked: Any, handle: ctypes.c_void_p) -> int | None:
+    memory = _Memory()
+    return None if asked.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) else int(memory.total)
+
+
+def _name(asked: Any, handle: ctypes.c_void_p) -> str | None:
+    name = ctypes.create_string_buffer(_LONGEST)
+    return None if asked.nvmlDeviceGetName(handle, name, _LONGEST) else name.value.decode(errors="replace")

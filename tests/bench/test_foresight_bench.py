@@ -12,6 +12,7 @@ from bench.foresight.__main__ import MODELS, predict, rates_of
 from bench.foresight.constants import FITTED
 from bench.foresight.fit import by_costs, fitted, left_out, predicted_at, ratios
 from bench.foresight.published import PRACTICES, Run, cuts, read_models, seen
+from bench.foresight.unlike import CASES, alone, both, build, dealt
 from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED
@@ -132,3 +133,15 @@ def test_rows_are_predicted_line_by_line_and_one_that_cannot_be_says_why(tmp_pat
 def test_a_system_that_is_not_known_gets_the_mean_of_those_that_are() -> None:
     found = rates_of("unknown")
     assert min(r.memory for r in FITTED.values()) < found.memory < max(r.memory for r in FITTED.values())
+
+
+def test_devices_of_two_kinds_are_dealt_out_by_hand_without_a_rest(tmp_path: Path) -> None:
+    hosts = {host.name for host in both().hosts}
+    assert [text.partition("x")[0] for text in alone().values()] == ["64", "64"] and both().gpus == 128
+    for places in dealt().values():
+        assert set(places["trainer"]) | set(places["generator"]) == hosts
+        assert not set(places["trainer"]) & set(places["generator"]) and len(places["trainer"]) == len(hosts) / 2
+    for case in CASES:
+        made = build(case, tmp_path)
+        assert made.feedbacks[0].max_staleness == case.max_staleness and case.steps > 2 * (case.max_staleness + 1) + 3
+        assert case.workload.lengths(made.operators["generator"]).most <= case.max_tokens

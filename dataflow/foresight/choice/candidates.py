@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from dataflow.foresight.catalogue import DeviceKind, device_kind
+from dataflow.foresight.choice.learners import PARALLEL, best_learner, deals_out, learners, step_of
 from dataflow.foresight.counts import decoder_of
 from dataflow.foresight.foresee import only
+from dataflow.foresight.rates import ASSUMED, Rates
+from dataflow.foresight.workload import Workload
 from dataflow.graph import Graph
 from dataflow.node import Generate, Learn, Operator
-from dataflow.planning.hosts import Devices
+from dataflow.planning.hosts import Devices, Host
 
 MOST = 1000
 """Ways that are looked at, about."""
 SPLITS = 64
 """Ways to deal the same devices out to trainer and generator."""
-_PARALLEL = (1, 2, 4, 8)
 _SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)
 """Of all devices, where some may be left unused."""
 
@@ -34,20 +37,30 @@ class Candidate:
     ranks: Mapping[str, int] = field(default_factory=dict)
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Of the generator, where they are not as it declares."""
+    learner: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs of the trainer, where they are not as it declares."""
     kinds: tuple[str, ...] = ()
     """Of accelerators, that alone are taken; empty: all that are there."""
+    trains_on: str = ""
+    """The kind of the trainer's, where it has not the first ones of those that are there."""
+    place: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Hosts by node, where it matters on which it is."""
 
     @property
     def setting(self) -> str:
         """What it has in common with those that deal the same devices out otherwise."""
-        return repr((sorted(self.knobs.items()), self.kinds))
+        return repr((sorted(self.knobs.items()), self.kinds, self.trains_on))
+
+    @property
+    def declared(self) -> str:
+        """What it has in common with those whose graph is the same."""
+        return repr((sorted(self.knobs.items()), sorted(self.learner.items())))
 
     def placed(self, graph: Graph) -> Graph:
         """The graph with these knobs; the one that is given stays as it is. GraphError where it refuses them."""
-        if not self.knobs:
-            return graph
-        generator: Any = only(graph, Generate)
-        return graph.swap(generator.name, dataclasses.replace(generator, **self.knobs))
+        for operator, knobs in self._declares(graph):
+            graph = graph.swap(operator.name, dataclasses.replace(operator, **knobs))
+        return graph
 
     def on(self, devices: Devices) -> Devices:
         """The devices that are taken."""
@@ -62,32 +75,88 @@ class Candidate:
         for flag in ("gpus", "replicas", "ranks"):
             if wishes := getattr(self, flag):
                 found.append(f"--{flag} " + ",".join(f"{node}={count}" for node, count in wishes.items()))
-        if self.knobs:
-            knobs = ", ".join(f"{knob}={value!r}" for knob, value in self.knobs.items())
-            found.append(f"{type(only(graph, Generate)).__name__}({knobs})")
+        if self.place:
+            found.append("--place " + ",".join(f"{node}={'+'.join(hosts)}" for node, hosts in self.place.items()))
+        for operator, chosen in self._declares(graph):
+            knobs = ", ".join(f"{knob}={value!r}" for knob, value in chosen.items())
+            found.append(f"{type(operator).__name__}({knobs})")
         return " ".join(found)
 
+    def _declares(self, graph: Graph) -> list[tuple[Any, Mapping[str, Any]]]:
+        """Operators whose knobs are others than they declare, and these."""
+        both: list[tuple[Any, Mapping[str, Any]]] = [
+            (only(graph, Generate), self.knobs),
+            (only(graph, Learn), self.learner),
+        ]
+        return [(operator, knobs) for operator, knobs in both if knobs]
 
-def candidates(graph: Graph, devices: Devices, *, knobs: bool = True, idle: bool = False) -> list[Candidate]:
+
+def candidates(
+    graph: Graph, devices: Devices, *, knobs: bool = True, idle: bool = False, workload: Workload | None = None,
+    rates: Rates = ASSUMED,
+) -> list[Candidate]:  # fmt: skip
     """Ways to place it on these devices, about a thousand at most.
 
-    knobs: the generator's parallelism and precision are chosen too; else they are as it declares. idle: devices may be
-    left unused."""
+    knobs: the generator's parallelism and precision, and for each number of ranks how the trainer's share its model
+    out, are chosen too; else they are as declared. idle: devices may be left unused. workload, rates: by which a
+    trainer's ways are compared."""
     if not devices.gpus:
         return _on_cores(graph, devices.cpus)
     names = list(dict.fromkeys(host.kind for host in devices.hosts if host.gpus))
     chosen: list[tuple[str, ...]] = [()]
     if knobs and len(names) > 1:
         chosen += [each for count in range(1, len(names)) for each in itertools.combinations(names, count)]
+    deals = [(kinds, kind) for kinds in chosen for kind in _trainer_kinds(kinds or tuple(names), knobs)]
     found = []
-    for kinds in chosen:
+    for kinds, kind in deals:
         there = Candidate(kinds=kinds).on(devices)
-        found += _on_gpus(graph, there, kinds, knobs, idle, MOST // len(chosen))
+        way = _learner(graph, there, kind, knobs, workload or Workload(), rates)
+        found += _on_gpus(graph, there, kinds, kind, knobs, idle, MOST // len(deals), way)
     return found
 
 
+def _learner(
+    graph: Graph, devices: Devices, kind: str, chosen: bool, workload: Workload, rates: Rates
+) -> Callable[[int], Mapping[str, Any]]:
+    """The trainer's knobs by its ranks, which have the first devices of this kind, or of all."""
+    if not chosen:
+        return lambda ranks: {}
+    trainer, generator = only(graph, Learn), only(graph, Generate)
+    hosts = [host for host in devices.hosts if host.gpus and kind in ("", host.kind)]
+    ways, step = learners(trainer, hosts), step_of(graph, trainer, generator, workload, rates)
+    firsts = list(itertools.accumulate((host.gpus for host in hosts), initial=0))
+
+    @cache
+    def found(ranks: int) -> Mapping[str, Any]:
+        theirs = [host for host, first in zip(hosts, firsts, strict=False) if first < ranks]
+        return best_learner(graph, trainer, ways, theirs, ranks, step)
+
+    return found
+
+
+def _trainer_kinds(kinds: Sequence[str], chosen: bool) -> list[str]:
+    """Kinds of devices that a trainer is tried on: the plan gives it the first ones, on others it is to be placed."""
+    return ["", *kinds[1:]] if chosen else [""]
+
+
+def seats(hosts: Sequence[Host], count: int) -> tuple[str, ...]:
+    """The fewest hosts, the first ones, on which so many ranks of a trainer find room, as many on each; none: there is
+    no such number.
+
+    >>> from dataflow.foresight.spec import read_devices
+    >>> seats(read_devices("24xL40S").hosts, 16)
+    ('L40S-0', 'L40S-1')
+    """
+    least = itertools.accumulate((host.gpus for host in hosts), min)
+    for many, room in enumerate(least, start=1):
+        if count % many == 0 and count // many <= room:
+            return tuple(host.name for host in hosts[:many])
+    return ()
+
+
 def _on_gpus(
-    graph: Graph, devices: Devices, kinds: tuple[str, ...], knobs: bool, idle: bool, most: int
+    graph: Graph, devices: Devices, kinds: tuple[str, ...], trains_on: str, knobs: bool, idle: bool, most: int,
+    learner: Callable[[int], Mapping[str, Any]],
 ) -> list[Candidate]:  # fmt: skip
     trainer, generator = only(graph, Learn), only(graph, Generate)
     others = {
@@ -101,14 +170,19 @@ def _on_gpus(
         {int(free * share) for share in (_SHARES if idle else (1.0,)) if free * share >= 2}, reverse=True
     )  # fmt: skip
     each_way = max(4, min(SPLITS, most // (len(ways) * max(1, len(totals))))) if knobs else SPLITS
+    hosts = [host for host in devices.hosts if host.gpus and trains_on in ("", host.kind)]
+    seated = cache(lambda ranks: seats(hosts, ranks))
     return [
         Candidate(
-            gpus={generator.name: makes, trainer.name: total - makes, **others}, knobs=way, kinds=kinds
+            gpus={generator.name: makes, trainer.name: total - makes, **others}, knobs=way, kinds=kinds,
+            learner=learner(total - makes), trains_on=trains_on,
+            place={trainer.name: seated(total - makes)} if trains_on else {},
         )
         for way in ways for total in totals
         for makes in splits(
             total, way.get("tensor_parallel", generator.traits.tensor_parallel),
-            trainer.traits.tensor_parallel * trainer.traits.dp_replicate, each_way,
+            1 if knobs else trainer.traits.tensor_parallel * trainer.traits.dp_replicate, each_way,
+            lambda ranks: bool(seated(ranks)),
         )
     ]  # fmt: skip
 
@@ -122,7 +196,7 @@ def generators(generator: Operator, devices: Devices) -> list[dict[str, Any]]:
     if "tensor_parallel" in fields:
         decoder = decoder_of(generator.uses.source)
         most = max((host.gpus for host in devices.hosts), default=devices.cpus)
-        widths = [each for each in _PARALLEL if each <= most and deals_out(decoder.heads, decoder.kv_heads, each)]
+        widths = [each for each in PARALLEL if each <= most and deals_out(decoder.heads, decoder.kv_heads, each)]
     ways: list[dict[str, Any]] = [{}, *({"tensor_parallel": each} for each in widths if each != declared)]
     kinds: list[DeviceKind] = [device_kind(host.kind) for host in devices.hosts if host.gpus and host.kind]
     narrow = bool(kinds) and all("fp8" in kind.operations_per_s for kind in kinds)
@@ -131,25 +205,22 @@ def generators(generator: Operator, devices: Devices) -> list[dict[str, Any]]:
     return ways
 
 
-def deals_out(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Whether a model's heads can be dealt out to so many ranks; several may hold the same keys and values.
-
-    >>> [ranks for ranks in (1, 2, 3, 4, 8) if deals_out(12, 2, ranks)]
-    [1, 2, 4]
-    """
-    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
-
-
-def splits(free: int, unit: int, trainer_unit: int, most: int) -> list[int]:
-    """Devices of the generator, in whole replicas of so many; the trainer has the rest.
+def splits(
+    free: int, unit: int, trainer_unit: int, most: int, seated: Callable[[int], bool] = lambda ranks: True
+) -> list[int]:
+    """Devices of the generator, in whole replicas of so many; the trainer has the rest, where such ranks find seats.
+    Of too many, those that leave the trainer whole hosts of eight, and of these as many, evenly.
 
     >>> splits(8, 2, 1, 64)
     [2, 4, 6]
     """
-    step = -(-free // most)
-    step = step if step <= 4 else -(-step // 8) * 8  # whole hosts: a trainer has as many ranks on each
-    step = -(-step // unit) * unit
-    return [makes for makes in range(step, free, step) if (free - makes) % trainer_unit == 0]
+    found = [
+        makes for makes in range(unit, free, unit) if (free - makes) % trainer_unit == 0 and seated(free - makes)
+    ]  # fmt: skip
+    if len(found) > most:
+        found = [makes for makes in found if (free - makes) % 8 == 0] or found
+    step = max(1, -(-len(found) // most))
+    return found[step - 1 :: step]
 
 
 def _on_cores(graph: Graph, cores: int) -> list[Candidate]:

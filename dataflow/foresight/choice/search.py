@@ -18,6 +18,8 @@ from dataflow.planning.hosts import Devices
 
 BEST = 10
 """Ways that are told of."""
+FAR = 1.75
+"""A way that takes so many times as much by closed forms as another by simulation is not simulated."""
 _SIMULATED_ON_CORES, _OTHERS = 40, 6
 _REASONS = (
     ("does not fit into", "do not fit into memory"), ("leaves no room for a rollout", "do not fit into memory"),
@@ -98,9 +100,10 @@ def choose(
 ) -> Choice:  # fmt: skip
     """The best ten of a thousand ways, the best first; the graph stays as it is.
 
-    knobs: the generator's parallelism and precision are chosen too. Simulated are, of each setting of knobs and kinds,
-    the best by closed forms, the best ten of all, and some more of the setting that leads; on cores, of which closed
-    forms know little, all, where they are few.
+    knobs: parallelism of generator and trainer, the generator's precision and of unlike devices which each has are
+    chosen too. Simulated are, of each setting of the generator's knobs and kinds, the best by closed forms unless it
+    is far off, the best ten of all, and some more of the setting that leads; on cores, of which closed forms know
+    little, all, where they are few.
     GraphError where no way fits: why the last with the declared knobs did not."""
     objective = objective or Objective()
     how = {"workload": workload, "steps": steps, "constants": constants}
@@ -114,7 +117,9 @@ def choose(
     refused: Counter[str] = Counter()
     why: GraphError | None = None
     swapped: dict[str, Graph | GraphError] = {}
-    ways = candidates(graph, devices, knobs=knobs, idle=objective.cost)
+    ways = candidates(
+        graph, devices, knobs=knobs, idle=objective.cost, workload=workload, rates=constants.learner
+    )  # fmt: skip
     for number, candidate in enumerate(ways):
         try:
             placed = _placed(graph, candidate, swapped)
@@ -131,7 +136,11 @@ def choose(
         )
     found.sort(key=lambda each: each[:2])
     taken = _promising([each[2] for each in found], all_of=not devices.gpus)
-    best = [simulated(found[at]) for at in taken]
+    best: list[Way] = []
+    for at in taken:
+        least = min((objective.of(way.foreseen)[0] for way in best), default=float("inf"))
+        if not devices.gpus or found[at][0][0] <= FAR * least:
+            best.append(simulated(found[at]))
     leads = min(best, key=lambda way: objective.of(way.foreseen)).candidate
     more = _others([each[2] for each in found], leads, taken)
     best += [simulated(found[at]) for at in more]
@@ -146,7 +155,7 @@ def foreseen_of(graph: Graph, candidate: Candidate, devices: Devices, **how: obj
     """What a candidate takes; graph: with its knobs."""
     return foresee(
         graph, candidate.on(devices), gpus=candidate.gpus or None, replicas=candidate.replicas, ranks=candidate.ranks,
-        **how,  # type: ignore[arg-type]
+        place=candidate.place or None, **how,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -172,7 +181,7 @@ def _bytes(number: str, unit: str) -> float:
 
 def _placed(graph: Graph, candidate: Candidate, known: dict[str, Graph | GraphError]) -> Graph:
     """The graph with a candidate's knobs, checked once for all candidates that have them."""
-    key = repr(sorted(candidate.knobs.items()))
+    key = candidate.declared
     if key not in known:
         try:
             known[key] = candidate.placed(graph)

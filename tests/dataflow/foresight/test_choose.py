@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
-from dataflow.foresight.choice.candidates import Candidate, candidates, deals_out, generators, splits
+from dataflow.foresight.choice.candidates import Candidate, candidates, generators, splits
 from dataflow.foresight.choice.gains import Gain, changes, gains, staler, told
+from dataflow.foresight.choice.learners import deals_out
 from dataflow.foresight.choice.search import Objective, choose, cost_of, reason
 from dataflow.foresight.choice.told import ways
 from dataflow.foresight.foresee import foresee
@@ -108,6 +109,16 @@ def test_the_chosen_way_is_the_shortest_of_those_simulated_and_the_graph_stays_a
         assert again.step_s == way.foreseen.step_s
     assert any(way.candidate.knobs for way in choice.ways)
     assert f"{choice.tried} ways looked at, {choice.simulated} simulated" in ways(choice)
+
+
+def test_a_way_that_is_far_off_by_closed_forms_is_not_simulated(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, room, counts = graph(model), read_devices("4xH100"), []
+    for far in (float("inf"), 1e-9):
+        monkeypatch.setattr("dataflow.foresight.choice.search.FAR", far)
+        choice = choose(made, room, workload=SHORT, steps=6)
+        counts.append((choice.simulated, choice.ways[0].foreseen.step_s))
+    (all_of, best), (few, first) = counts
+    assert few < all_of and best <= first
 
 
 def test_the_least_cost_takes_fewer_devices_than_the_shortest_step_and_prices_turn_it(model: Model) -> None:

@@ -14,7 +14,7 @@ from dataflow.planning.memory_need import check_fit
 from dataflow.planning.model_size import ModelSize, measure_models
 from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan, plan
-from dataflow.system.gpu_memory import gpu_memory
+from dataflow.system.gpu_memory import gpu_memory, gpu_names
 from operators import Generator, Logprobs, Prompts, Trainer
 
 GIB = 1 << 30
@@ -181,6 +181,11 @@ class Library:
         memory._obj.total = total or 0
         return 0 if total else 3
 
+    def nvmlDeviceGetName(self, handle: ctypes.c_void_p, name: Any, longest: int) -> int:
+        total = self.totals[(handle.value or 0) - 1]
+        name.value = f"NVIDIA H{total}"[: longest - 1].encode()
+        return 0 if total else 3
+
 
 @pytest.mark.parametrize(
     ("library", "found"),
@@ -196,3 +201,8 @@ class Library:
 def test_the_memory_of_accelerators_is_that_of_the_smallest_that_answers(library: Any, found: int) -> None:
     assert gpu_memory(library) == found
     assert getattr(library, "calls", ["shutdown"]) == ([] if getattr(library, "begins", 0) else ["shutdown"])
+
+
+def test_accelerators_that_answer_have_names() -> None:
+    assert gpu_names(Library(100, None, 200)) == ["NVIDIA H100", "NVIDIA H200"]
+    assert gpu_names(Library(100, begins=9)) == [] == gpu_names(object())
