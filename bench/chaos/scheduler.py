@@ -100,7 +100,7 @@ def _alone(runs: Path, flags: Sequence[str], report: Report) -> bool:
 
 def _scheduler(runs: Path) -> int:
     """The process that runs the newest run below `runs`."""
-    return int((runs / "latest" / "lock").read_text())
+    return int((runs / "latest" / "lock").read_text().partition(" ")[0])
 
 
 def _wait(holds: Callable[[], bool], what: str, within_s: float = END_S) -> None:

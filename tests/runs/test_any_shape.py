@@ -22,7 +22,7 @@ from dataflow.planning import wiring
 from operators import Evaluate, Generator, Logprobs, Prompts, Trainer, Values
 from operators.credit import advantage, token_gae, token_rewards
 from operators.losses import aipo, value_loss
-from transport.data.outbox import Outbox
+from transport.data.local import LocalInlet
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -204,7 +204,7 @@ def test_a_graph_of_any_shape_makes_its_steps_in_processes(seed: int, holds: Hol
 
 
 def rows_are_acknowledged_with_their_batch_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Outbox, "_hear_early", lambda *_: None)
+    patch.setattr(LocalInlet, "_acknowledge_rows", lambda *_: None)
 
 
 def edges_do_not_know_the_longest_step(patch: pytest.MonkeyPatch) -> None:
