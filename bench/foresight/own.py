@@ -59,11 +59,11 @@ class Trial:
 
 CALIBRATE = (
     Trial(name="small, asynchronous"),
-    Trial(name="large, synchronous, long", policy="large", max_staleness=0, prompts_per_step=4, max_tokens=LONG,
-          steps=25),
+    Trial(name="large, staleness 1, long", policy="large", max_staleness=1, prompts_per_step=16, max_tokens=LONG,
+          steps=30),
 )  # fmt: skip
-"""They differ in all that the constants are to tell apart: sizes of the model, of a step and of a batch, which empties
-in the second one, and whether both sides compute at once."""
+"""They differ in what the constants are to tell apart: sizes of the model, of a step and of a batch, which empties in
+the second one, as a step waits for its longest text."""
 CUT = (
     Trial(name="small, two ranks", ranks=2, max_staleness=0, steps=40),
     Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, steps=25),

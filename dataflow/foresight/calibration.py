@@ -25,7 +25,8 @@ from dataflow.foresight.training import BACKWARD, Learners
 
 _FREE = 1e6
 """Share of a rate that is reached where no seconds are seen to depend on it."""
-_ALONE = tuple(1 + 0.05 * step for step in range(21))
+_SHARED_OUT = 0.01
+"""How much a column is drawn to 0, of all columns' length: little beside what tells columns apart."""
 _CORES_EXCHANGE_S = 150e-6
 """Of two processes on cores, assumed: about what gloo takes for few bytes."""
 _PASSES = "seconds_forward_backward"
@@ -34,10 +35,10 @@ _ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
 
 
 def calibrate(runs: Sequence[Seen], kind: str = "cpu") -> Constants:
-    """Rates that come nearest to what these runs took: none below 0, and those that are not told apart, 0.
+    """Rates that come nearest to what these runs took, none below 0; what the runs do not tell apart is shared out.
 
-    Runs of several model sizes tell costs of a step and costs of a product apart, synchronous and asynchronous ones
-    what a process gains while it computes alone. GraphError for no runs, or for runs on another kind of device."""
+    Runs of several sizes of models, steps and batches do. GraphError for no runs, or for runs on another kind of
+    device."""
     if not runs:
         raise GraphError("a calibration needs run folders; name one or more")
     for run in runs:
@@ -48,19 +49,15 @@ def calibrate(runs: Sequence[Seen], kind: str = "cpu") -> Constants:
                 f"which kind it was by --kind"
             )
     device = device_kind(kind)
-    generator = min((_generator(runs, device, alone) for alone in _ALONE), key=lambda found: found[1])[0]
-    learner = min((_learner(runs, device, alone) for alone in _ALONE), key=lambda found: found[1])[0]
     names = ", ".join(run.path.resolve().name for run in runs)
     return Constants(
-        generator=generator, learner=learner, row_s=_rows(runs),
+        generator=_generator(runs, device), learner=_learner(runs, device), row_s=_rows(runs),
         computed=float(np.mean([run.computed for run in runs])), source=f"calibrated on {names}",
     )  # fmt: skip
 
 
-def _generator(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Rates, float]:
-    """Rates, and what is left of the squares, as a share of them.
-
-    Of each stretch: its decode steps that began nothing, by about how many rollouts they carried on; and the rest."""
+def _generator(runs: Sequence[Seen], kind: DeviceKind) -> Rates:
+    """Of each stretch its decode steps that began nothing, by about how many rollouts they carried on, and the rest."""
     x: list[list[float]] = []
     y: list[float] = []
     for run in runs:
@@ -78,28 +75,27 @@ def _generator(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Ra
             return [steps, tokens, 0.0, tokens * token.compute, memory, steps * replica.exchanges]
 
         for each in run.stretches[run.generator]:
-            speed = _speed(each.busy_s, each.other_s, alone)
             steps, tokens, busy_s = each.steps, each.tokens, each.busy_s
             for size in each.decoded:
                 if size.steps:
                     x.append(decoding(size.steps, size.rollouts))
-                    y.append(size.seconds * speed)
+                    y.append(size.seconds)
                     steps, tokens, busy_s = steps - size.steps, tokens - size.rollouts, busy_s - size.seconds
             rest, rollouts = decoding(max(0.0, steps), max(0.0, tokens)), each.rows_out
             rest[2] = rollouts
             prompts = run.model.forward(rollouts / run.group_size * run.prompt_tokens, run.prompt_tokens / 2)
             rest[3] += prompts / (replica.ranks * kind.rate(replica.dtype))
             x.append(rest)
-            y.append(max(0.0, busy_s) * speed)
-    (step_s, row_s, end_s, compute, memory, exchange_s), left = _fit(x, y)
+            y.append(max(0.0, busy_s))
+    step_s, row_s, end_s, compute, memory, exchange_s = _fit(x, y)
     cut = any(int(run.placed[run.generator]["ranks"]) > 1 for run in runs)
     return replace(
-        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, compute=_share(compute), memory=_share(memory), alone=alone,
+        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, compute=_share(compute), memory=_share(memory),
         exchange_s=exchange_s if cut else _unseen_exchange_s(kind),
-    ), left  # fmt: skip
+    )  # fmt: skip
 
 
-def _learner(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Rates, float]:
+def _learner(runs: Sequence[Seen], kind: DeviceKind) -> Rates:
     """As `_generator`: of each step its passes, and what is done once."""
     x: list[list[float]] = []
     y: list[float] = []
@@ -108,10 +104,7 @@ def _learner(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Rate
         ranks = int(placed["ranks"]) * int(placed["replicas"])
         learners = Learners(model=run.model, kind=kind, ranks=ranks, dtype=_dtype(kind))
         rollouts = run.prompts_per_step * run.group_size
-        busy_s, other_s, made = (
-            sum(getattr(each, name) for each in run.stretches[run.trainer]) for name in ("busy_s", "other_s", "steps")
-        )
-        speed = _speed(busy_s, other_s, alone)
+        busy_s, made = (sum(getattr(each, name) for each in run.stretches[run.trainer]) for name in ("busy_s", "steps"))
         told_s = float(np.mean([sum(line[each] for each in (_PASSES, *_ONCE)) for line in run.steps]))
         untold_s = max(0.0, busy_s / made - told_s)
         for line in run.steps:
@@ -119,15 +112,15 @@ def _learner(runs: Sequence[Seen], kind: DeviceKind, alone: float) -> tuple[Rate
                 rollouts, line["computed_tokens"] / rollouts, forward=1.0 + BACKWARD, sequences=1e9
             )  # fmt: skip
             x.append([1.0, learners.update().memory, 0.0, 0.0, 0.0, 0.0])
-            y.append(sum(line[each] for each in _ONCE) * speed)
-            x.append([0.0, 0.0, 1.0, rollouts, passes.compute, exchanges_of(learners)])
-            y.append((line[_PASSES] + untold_s) * speed)
-    (step_s, memory, passes_s, row_s, compute, exchange_s), left = _fit(x, y)
+            y.append(sum(line[each] for each in _ONCE))
+            x.append([0.0, 0.0, 1.0, line["computed_tokens"], passes.compute, exchanges_of(learners)])
+            y.append(line[_PASSES] + untold_s)
+    step_s, memory, passes_s, token_s, compute, exchange_s = _fit(x, y)
     cut = any(int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"]) > 1 for run in runs)
     return replace(
-        ASSUMED, step_s=step_s + passes_s, row_s=row_s, compute=_share(compute), memory=_share(memory), alone=alone,
+        ASSUMED, step_s=step_s + passes_s, token_s=token_s, compute=_share(compute), memory=_share(memory),
         exchange_s=exchange_s if cut else _unseen_exchange_s(kind),
-    ), left  # fmt: skip
+    )  # fmt: skip
 
 
 def _unseen_exchange_s(kind: DeviceKind) -> float:
@@ -138,18 +131,15 @@ def _unseen_exchange_s(kind: DeviceKind) -> float:
 _NOTHING = Rates(step_s=0.0)
 
 
-def _fit(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[Sequence[float], float]:
-    """Weighted so that, of a single column, it is the sum of seconds over the sum of what they were spent on."""
+def _fit(x: Sequence[Sequence[float]], y: Sequence[float]) -> Sequence[float]:
+    """Of seconds relative to their size. What columns cannot be told apart by is shared out between them: each is drawn
+    a little to where it explains less."""
     weights = 1 / np.sqrt(np.maximum(0.01 * np.mean(y), y))
-    there = np.array(y) * weights
-    found, left = non_negative(np.array(x) * weights[:, None], there)
-    return found.tolist(), left / max(1e-12, float(there @ there))
-
-
-def _speed(busy_s: float, other_s: float, alone: float) -> float:
-    """Of a process that was at work for `busy_s` while another was for `other_s`, in that of one beside others."""
-    beside = min(1.0, other_s / busy_s) if busy_s > 0 else 1.0
-    return beside + (1 - beside) * alone
+    rows, there = np.array(x) * weights[:, None], np.array(y) * weights
+    scale = np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300)
+    drawn = np.vstack([rows / scale, _SHARED_OUT * np.eye(len(scale))])
+    found, _ = non_negative(drawn, np.concatenate([there, np.zeros(len(scale))]))
+    return [float(each) for each in found / scale]
 
 
 def _share(seconds: float) -> float:
@@ -178,14 +168,13 @@ def described(constants: Constants) -> str:
     found = []
     for role, rates in (("generator", constants.generator), ("trainer", constants.learner)):
         each = "decode step" if role == "generator" else "step"
-        spent = [f"{1e3 * rates.step_s:.3g} ms a {each}", f"{1e6 * rates.row_s:.3g} us a rollout in it"]
+        of = (rates.row_s, "rollout") if role == "generator" else (rates.token_s, "token")
+        spent = [f"{1e3 * rates.step_s:.3g} ms a {each}", f"{1e6 * of[0]:.3g} us a {of[1]} in it"]
         if rates.end_s:
             spent.append(f"{1e6 * rates.end_s:.3g} us a rollout that ends")
         for share, what in ((rates.compute, "of matrix products"), (rates.memory, "of memory's bandwidth")):
             spent.append(f"{share:.1%} {what}" if share < _FREE else f"nothing for {what.partition(' ')[2]}")
         spent.append(f"{1e6 * rates.exchange_s:.3g} us an exchange between ranks")
-        if rates.alone > 1:
-            spent.append(f"{rates.alone:.2f} times as fast alone as beside others")
         found.append(f"{role}: {', '.join(spent)}")
     for node, row_s in constants.row_s.items():
         found.append(f"{node}: {1e6 * row_s:.3g} us a row")

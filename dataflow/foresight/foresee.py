@@ -304,7 +304,7 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     seconds = parts.seconds(rates)
     if operator.trains:
         seconds += ground.waits_s(learners, seconds, rollouts * tokens)
-        seconds = seconds * ground.computed + once_s(learners, rates) + rollouts * rates.row_s
+        seconds = (seconds + rollouts * tokens * rates.token_s) * ground.computed + once_s(learners, rates)
     return replace(made, seconds=seconds)
 
 

@@ -21,11 +21,11 @@ class Rates:
     step_s: float = 3e-3
     """Of a decode step besides the model: scheduling and drawing; of a training step: what it does once."""
     row_s: float = 0.0
-    """Of each rollout in a decode step, or in a training step, besides the model."""
+    """Of each rollout in a decode step, besides the model."""
+    token_s: float = 0.0
+    """Of each token that a trainer passes over, besides products."""
     end_s: float = 0.0
     """Of each rollout that a generator begins and ends, besides its decode steps."""
-    alone: float = 1.0
-    """Speed of a process that computes alone on its host's cores, in that of one beside others."""
     cache_share: float = 0.85
     """Of a device's memory that weights and cache may take."""
     most_rollouts: int = 1024

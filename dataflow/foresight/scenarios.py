@@ -181,7 +181,6 @@ def _generator_costs(ground: Foreground, replica: Replica, *, shared: bool) -> G
     return GeneratorCosts(
         step_s=np.array(step), context_s=looks_back, prompt_s=prefill(replica, prompt, 1).seconds(rates),
         rollout_s=rates.end_s, adopt_s=ground.constants.adopt_s, shared=replica.ranks if shared else 0,
-        alone=rates.alone,
     )  # fmt: skip
 
 
@@ -194,9 +193,9 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
     passes = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
     passes += ground.waits_s(learners, passes, rollouts * tokens)
     return TrainerCosts(
-        step_s=once_s(learners, rates), rollout_s=rates.row_s,
-        token_s=ground.computed * passes / (rollouts * tokens), weights_s=ground.weights_s,
-        shared=learners.ranks if shared else 0, alone=rates.alone,
+        step_s=once_s(learners, rates), token_s=ground.computed * (passes / (rollouts * tokens) + rates.token_s),
+        weights_s=ground.weights_s,
+        shared=learners.ranks if shared else 0,
     )  # fmt: skip
 
 

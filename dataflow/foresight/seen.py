@@ -45,8 +45,6 @@ class Stretch:
     seconds: float
     busy_s: float
     """Of all its replicas."""
-    other_s: float
-    """That the busiest of the other nodes was at work meanwhile."""
     steps: float
     """Decode steps of a generator, steps of a trainer."""
     tokens: float
@@ -176,7 +174,6 @@ def _stretches(lines: Sequence[Mapping[str, Any]], node: str) -> list[Stretch]:
 
         made = Stretch(
             seconds=after["seconds"] - before["seconds"], busy_s=spent(node, "busy"),
-            other_s=max((spent(each, "busy") for each in now if each != node), default=0.0),
             steps=spent(node, "decode_steps") + spent(node, "step"), tokens=spent(node, "tokens"),
             rows_in=spent(node, "rows_in"), rows_out=spent(node, "rows_out"),
             decoded=tuple(
@@ -184,6 +181,6 @@ def _stretches(lines: Sequence[Mapping[str, Any]], node: str) -> list[Stretch]:
                 for size in sorted({key.split("_")[1] for key in now[node] if _SIZE.fullmatch(key)}, key=int)
             ),
         )  # fmt: skip
-        if made.seconds > 0 and min(made.busy_s, made.other_s, made.steps, made.rows_in, made.rows_out) >= 0:
+        if made.seconds > 0 and min(made.busy_s, made.steps, made.rows_in, made.rows_out) >= 0:
             found.append(made)
     return found

@@ -14,19 +14,19 @@ class Processors:
 
     cores: float = float("inf")
 
-    def speed(self, busy: int, alone: float = 1.0) -> float:
-        """Of each, where so many are at work. alone: of one by itself, as its caches and frequency are its own."""
-        return alone if busy == 1 else min(1.0, self.cores / max(1, busy))
+    def speed(self, busy: int) -> float:
+        """Of each, where so many are at work."""
+        return min(1.0, self.cores / max(1, busy))
 
 
 class Event:
     """Something that will happen, unless it is cancelled."""
 
-    __slots__ = ("act", "alone", "amount", "begun", "shared")
+    __slots__ = ("act", "amount", "begun", "shared")
 
-    def __init__(self, act: Callable[[], None], amount: float, begun: float, shared: int, alone: float) -> None:
+    def __init__(self, act: Callable[[], None], amount: float, begun: float, shared: int) -> None:
         self.act: Callable[[], None] | None = act
-        self.amount, self.begun, self.shared, self.alone = amount, begun, shared, alone
+        self.amount, self.begun, self.shared = amount, begun, shared
 
 
 class Clock:
@@ -40,10 +40,10 @@ class Clock:
         self._shared: list[tuple[float, int, Event]] = []
         self._order = count()
 
-    def after(self, seconds: float, act: Callable[[], None], *, shared: int = 0, alone: float = 1.0) -> Event:
+    def after(self, seconds: float, act: Callable[[], None], *, shared: int = 0) -> Event:
         """Act after so many seconds; shared: after so many of work, for which so many processors are taken from now on,
-        one for each of the processes that work together. alone: speed of that work while nothing else is done."""
-        event = Event(act, seconds, self._work if shared else self.now, shared, alone)
+        one for each of the processes that work together."""
+        event = Event(act, seconds, self._work if shared else self.now, shared)
         heapq.heappush(self._shared if shared else self._own, (event.begun + seconds, next(self._order), event))
         self._busy += shared
         return event
@@ -62,7 +62,7 @@ class Clock:
                 heapq.heappop(heap)
         if not self._own and not self._shared:
             return False
-        speed = self._processors.speed(self._busy, self._shared[0][2].alone if self._shared else 1.0)
+        speed = self._processors.speed(self._busy)
         at = self.now + (self._shared[0][0] - self._work) / speed if self._shared else float("inf")
         if self._own and self._own[0][0] <= at:
             at, _, event = heapq.heappop(self._own)

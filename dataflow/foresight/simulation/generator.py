@@ -129,7 +129,7 @@ class Replica:
         seconds = self._owed_s + steps * (self._step_s[live] + costs.context_s * context)
         self._target = target
         self._usage.begins()
-        self._event = self._clock.after(seconds, self._reached, shared=costs.shared, alone=costs.alone)
+        self._event = self._clock.after(seconds, self._reached, shared=costs.shared)
 
     def _admit(self) -> None:
         free = self._slots - len(self._ends)

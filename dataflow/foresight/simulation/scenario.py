@@ -28,8 +28,6 @@ class GeneratorCosts:
     """Of taking a version of the weights in."""
     shared: int = 0
     """Processes of one replica on the processors that others share; 0: its devices are its own."""
-    alone: float = 1.0
-    """Speed while nothing else is at work on these processors."""
 
     @property
     def slots(self) -> int:
@@ -50,8 +48,6 @@ class TrainerCosts:
     """From there until generators can take it in."""
     shared: int = 0
     """Its ranks on the processors that others share; 0: its devices are its own."""
-    alone: float = 1.0
-    """Speed while nothing else is at work on these processors."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class Trainer:
         tokens = sum(group.tokens + scenario.prompt_tokens for group in self._groups)
         seconds = costs.step_s + costs.rollout_s * rollouts + costs.token_s * tokens
         self._usage.begins()
-        self._event = self._clock.after(seconds, self._made, shared=costs.shared, alone=costs.alone)
+        self._event = self._clock.after(seconds, self._made, shared=costs.shared)
 
     def fail(self) -> None:
         """Lose the step under way; its groups are trained again."""
