@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +94,7 @@ def put_and_stop_in_a_chunk(address: str, rank: int | None, woken: Path) -> None
             half = len(step._copier._destinations) // 2
             for there, here in list(zip(step._copier._destinations, step._copier._sources, strict=True))[:half]:
                 there.copy_(here)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread first: it sends no more
             for there in step._copier._destinations:
                 there.fill_(77)
             woken.touch()
