@@ -25,8 +25,8 @@ from dataflow.foresight.training import BACKWARD, Learners
 
 _FREE = 1e6
 """Share of a rate that is reached where no seconds are seen to depend on it."""
-_SHARED_OUT = 0.01
-"""How much a column is drawn to 0, of all columns' length: little beside what tells columns apart."""
+_RIDGE = 0.01
+"""Root of the penalty on coefficients of columns of length 1: little beside what tells columns apart."""
 _CORES_EXCHANGE_S = 150e-6
 """Of two processes on cores, assumed: about what gloo takes for few bytes."""
 _PASSES = "seconds_forward_backward"
@@ -132,12 +132,12 @@ _NOTHING = Rates(step_s=0.0)
 
 
 def _fit(x: Sequence[Sequence[float]], y: Sequence[float]) -> Sequence[float]:
-    """Of seconds relative to their size. What columns cannot be told apart by is shared out between them: each is drawn
-    a little to where it explains less."""
+    """Ridge regression (Hoerl and Kennard, 1970) of seconds relative to their size, no coefficient below 0: what
+    columns cannot be told apart by is shared out between them."""
     weights = 1 / np.sqrt(np.maximum(0.01 * np.mean(y), y))
     rows, there = np.array(x) * weights[:, None], np.array(y) * weights
     scale = np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300)
-    drawn = np.vstack([rows / scale, _SHARED_OUT * np.eye(len(scale))])
+    drawn = np.vstack([rows / scale, _RIDGE * np.eye(len(scale))])
     found, _ = non_negative(drawn, np.concatenate([there, np.zeros(len(scale))]))
     return [float(each) for each in found / scale]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_models import made_model, wired
 
-from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
+from dataflow import Devices, Graph, GraphError, LoRA, Model, main
 from dataflow.foresight.choice.candidates import Candidate, candidates, generators, splits
 from dataflow.foresight.choice.gains import Gain, changes, gains, staler, told
 from dataflow.foresight.choice.learners import deals_out
@@ -18,8 +19,7 @@ from dataflow.foresight.foresee import foresee
 from dataflow.foresight.simulation.clock import Clock, Processors
 from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.workload import Workload
-from operators import Generator, Prompts, Trainer
-from operators.credit import advantage
+from operators import Generator, Trainer
 from operators.losses import aipo
 
 TINY = {
@@ -29,28 +29,14 @@ TINY = {
 SHORT = Workload(prompt_tokens=20, mean_tokens=40)
 
 
-@scorer
-def reward(completion: str) -> float:
-    return float(len(completion))
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
-    """Of which there is a config.json alone."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(TINY))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    return Model(str(folder), dtype="bfloat16")
+    return made_model(tmp_path / "tiny", TINY)
 
 
 def graph(model: Model, max_staleness: int = 1, **knobs: Any) -> Graph:
-    g = Graph("chosen")
     generator = Generator(model, group_size=4, max_tokens=128, **knobs)
-    trainer = Trainer(model, loss=aipo, prompts_per_step=8, lr=1e-6)
-    trainer(advantage(reward(generator(g.source(Prompts(str(Path(model.source).parent / "prompts.jsonl")))))))
-    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
-    return g
+    return wired("chosen", generator, Trainer(model, loss=aipo, prompts_per_step=8, lr=1e-6), max_staleness)
 
 
 def test_a_generator_is_tried_with_all_ranks_that_deal_its_heads_out_and_with_fp8_where_devices_have_it(

@@ -1,14 +1,14 @@
 """What a graph takes on devices that nobody has rented."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_models import LLAMA_8B, made_model, wired
 from made_tables import put, write_flat
 
-from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
+from dataflow import Devices, Graph, GraphError, LoRA, Model, main
 from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choice.candidates import candidates
 from dataflow.foresight.choice.search import best_ways, choose
@@ -19,42 +19,22 @@ from dataflow.foresight.report import lines
 from dataflow.foresight.spec import read_devices
 from dataflow.foresight.staleness import mean_staleness
 from dataflow.foresight.workload import Workload, read_workload
-from operators import Generator, Logprobs, Prompts, Trainer
-from operators.credit import advantage
+from operators import Generator, Logprobs, Trainer
 from operators.losses import aipo
 
-LLAMA_8B = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
 EIGHT_AND_EIGHT = {"generator": 8, "trainer": 8}
-
-
-@scorer
-def reward(completion: str) -> float:
-    return float(len(completion))
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
-    """Of which there is a config.json alone."""
-    folder = tmp_path / "llama-8b"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    return Model(str(folder), dtype="bfloat16")
+    return made_model(tmp_path / "llama-8b", LLAMA_8B)
 
 
 def graph(model: Model, max_staleness: int = 2, *, reference: bool = False, **knobs: Any) -> Graph:
-    g = Graph("foreseen")
     generator = Generator(model, group_size=16, max_tokens=2048, **knobs)
     trainer = Trainer(model, loss=aipo, prompts_per_step=64, lr=1e-6, gradient_checkpointing=True)
-    rollouts = generator(g.source(Prompts(str(Path(model.source).parent / "prompts.jsonl"))))
-    if reference:
-        rollouts = Logprobs(model.frozen())(rollouts)
-    trainer(advantage(reward(rollouts)))
-    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
-    return g
+    between = Logprobs(model.frozen()) if reference else lambda rollouts: rollouts
+    return wired("foreseen", generator, trainer, max_staleness, between)
 
 
 def test_an_asynchronous_step_is_as_long_as_the_busiest_and_a_synchronous_one_as_all_together(model: Model) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_models import LLAMA_8B, made_model, wired
 
-from dataflow import Graph, GraphError, Model, main, plan, scorer
+from dataflow import Graph, GraphError, Model, main, plan
 from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.choice.candidates import Candidate, candidates, seats
 from dataflow.foresight.choice.gains import changes
@@ -20,14 +21,9 @@ from dataflow.foresight.sharding import exchanged_s, waits_s
 from dataflow.foresight.spec import read_devices
 from dataflow.foresight.training import Learners
 from dataflow.foresight.workload import Workload
-from operators import Generator, Prompts, Trainer
-from operators.credit import advantage
+from operators import Generator, Trainer
 from operators.losses import aipo
 
-LLAMA_8B = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
 LLAMA_405B = LLAMA_8B | {
     "num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128,
 }  # fmt: skip
@@ -35,28 +31,15 @@ EVEN = Workload(mean_tokens=640, prompt_tokens=100, sigma=0.3)
 FAST, SLOW = (tuple(f"{kind}-{number}" for number in range(8)) for kind in ("H100", "L40S"))
 
 
-@scorer
-def reward(completion: str) -> float:
-    return float(len(completion))
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
-    """Of which there is a config.json alone."""
-    folder = tmp_path / "llama"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    return Model(str(folder), dtype="bfloat16")
+    return made_model(tmp_path / "llama", LLAMA_8B)
 
 
 def graph(model: Model, max_staleness: int = 8, prompts: int = 512, **knobs: Any) -> Graph:
-    g = Graph("unlike")
     generator = Generator(model, group_size=8, max_tokens=960, **({"weights": "fp8"} | knobs))
     trainer = Trainer(model, loss=aipo, prompts_per_step=prompts, lr=1e-6, gradient_checkpointing=True)
-    trainer(advantage(reward(generator(g.source(Prompts(str(Path(model.source).parent / "prompts.jsonl")))))))
-    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
-    return g
+    return wired("unlike", generator, trainer, max_staleness)
 
 
 def by_hand() -> list[dict[str, tuple[str, ...]]]:
