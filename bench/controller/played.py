@@ -16,7 +16,7 @@ import zmq
 
 from bench.controller.cast import EDGES, Call
 from dataflow.agent.digest import versions
-from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Spawn
+from dataflow.agent.forkserver_messages import Alive, End, Handed, Kill, Notice, Spawn
 from dataflow.agent.messages import (
     FROM_AGENT,
     TO_AGENT,
@@ -24,6 +24,7 @@ from dataflow.agent.messages import (
     Built,
     Bye,
     FromWorkers,
+    HandedOver,
     HandOver,
     Join,
     Pace,
@@ -164,7 +165,7 @@ class PlayedHost:
             case HandOver():
                 for name, worker in self.workers.items():
                     self.say(Handed(name, 1, {"attempt": worker.attempt}, None, True))
-                self.say(AllHanded(os.getpid(), 0.0, 0, False))
+                self.say(HandedOver(question=message.question, alone_s=0.0))
             case Spawn():
                 self.spawn(message)
             case Kill():

@@ -16,11 +16,24 @@ import zmq
 from dataflow.agent import run_disk
 from dataflow.agent.digest import versions
 from dataflow.agent.environment import AgentEnvironment
-from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
+from dataflow.agent.forkserver_messages import Alive, End, Handed, Kill, Notice, Pause, Spawn, Stay
 from dataflow.agent.host_forkserver import HostForkserver
 from dataflow.agent.last_words import leave, take_back
 from dataflow.agent.line import Line
-from dataflow.agent.messages import Begin, Built, Bye, Failed, HandOver, Join, Pace, Paused, Refused, ToAgent, ToWorkers
+from dataflow.agent.messages import (
+    Begin,
+    Built,
+    Bye,
+    Failed,
+    HandedOver,
+    HandOver,
+    Join,
+    Pace,
+    Paused,
+    Refused,
+    ToAgent,
+    ToWorkers,
+)
 from dataflow.agent.reach import Door, check_reach
 from dataflow.agent.relay import Relay, address
 from dataflow.agent.rendezvous import Rendezvous
@@ -151,7 +164,7 @@ class Agent:
                     self._forkserver = HostForkserver(message, self._sockets)
             case HandOver():
                 self._show_workers(message.whereabouts)
-                self._hand_over()
+                self._hand_over(message.question)
             case Refused():
                 raise RunError(f"the scheduler refuses host '{self._host.name}': {message.error}")
             case End():
@@ -231,11 +244,11 @@ class Agent:
                 f"'{self._host.name}' ends with its workers; see that the address is one that this host reaches"
             )
 
-    def _hand_over(self) -> None:
-        """The scheduler gets every worker as it is."""
+    def _hand_over(self, question: int) -> None:
+        """The scheduler gets every worker as it is, also those that it has just asked for."""
         for name, worker in self._workers.items():
             self._line.say(Handed(name, worker.pid, worker.settings, worker.status, not worker.has_ended))
-        self._line.say(AllHanded(os.getpid(), self._alone_s, 0, lives=False))
+        self._line.say(HandedOver(question=question, alone_s=self._alone_s))
 
     def _show_workers(self, whereabouts: Mapping[str, str]) -> None:
         """Where the scheduler is now: workers that hear nothing look there."""

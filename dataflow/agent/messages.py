@@ -80,6 +80,16 @@ class Bye:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandedOver:
+    """Behind a `Handed` for each: these were all workers of the host."""
+
+    question: Natural
+    """Of the `HandOver` that this answers."""
+    alone_s: float
+    """Seconds that they had no scheduler."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FromWorkers:
     """What workers have said, in order: messages of `dataflow.worker.messages` as they sent them."""
 
@@ -109,8 +119,10 @@ class Begin:
 
 @dataclass(frozen=True, kw_only=True)
 class HandOver:
-    """To an agent that has workers of a scheduler before this one: say which they are."""
+    """To an agent that may have workers: say which they are."""
 
+    question: Natural
+    """Its number, which the answer repeats."""
     whereabouts: Mapping[str, str]
 
 
@@ -136,14 +148,14 @@ class Refused:
     error: str
 
 
-FromAgent: TypeAlias = Join | Built | Failed | Paused | Bye | Alive | FromWorkers | Notice | Handed | AllHanded
+FromAgent: TypeAlias = Join | Built | Failed | Paused | Bye | Alive | FromWorkers | Notice | Handed | HandedOver
 ToAgent: TypeAlias = Begin | HandOver | Refused | ToWorkers | Pace | Spawn | Kill | Pause | Stay | Alive | End
 
 FROM_AGENT: Codec[FromAgent] = Codec(
-    "dataflow.from-agent", 1, Join, Built, Failed, Paused, Bye, Alive, FromWorkers, Notice, Handed, AllHanded
+    "dataflow.from-agent", 2, Join, Built, Failed, Paused, Bye, Alive, FromWorkers, Notice, Handed, HandedOver
 )  # fmt: skip
 TO_AGENT: Codec[ToAgent] = Codec(
-    "dataflow.to-agent", 1, Begin, HandOver, Refused, ToWorkers, Pace, Spawn, Kill, Pause, Stay, Alive, End
+    "dataflow.to-agent", 2, Begin, HandOver, Refused, ToWorkers, Pace, Spawn, Kill, Pause, Stay, Alive, End
 )  # fmt: skip
 
 

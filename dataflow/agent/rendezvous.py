@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dataflow.errors import Replaced
 from dataflow.system.files import to_json, write_atomically
 from dataflow.system.security import RunKeys
 
@@ -42,6 +43,16 @@ class Rendezvous:
             return cls(address=str(found["address"]), number=int(found["number"]), hosts=tuple(found["hosts"]))
         except (OSError, ValueError, TypeError, KeyError):
             return None
+
+    @classmethod
+    def check_leads(cls, folder: Path, number: int) -> None:
+        """See that the run's scheduler is the one of this number. Errors: Replaced where another has come after it."""
+        found = cls.read(folder)
+        if found is not None and found.number > number:
+            raise Replaced(
+                f"this scheduler (process {os.getpid()}) was not heard for too long, and another one, at "
+                f"{found.address}, has taken the run over; it ends without touching it"
+            )
 
     @staticmethod
     def keys(folder: Path) -> RunKeys | None:

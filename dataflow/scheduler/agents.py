@@ -1,6 +1,5 @@
 """The agents of a run in the hands of its scheduler: what `ForkserverClient` is to one machine, for several hosts."""
 
-import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -9,7 +8,7 @@ from typing import Any
 
 from dataflow.agent.digest import other_program, other_versions, versions
 from dataflow.agent.forkserver_client import Event
-from dataflow.agent.forkserver_messages import Alive, AllHanded, End, Handed, Kill, Notice, Pause, Spawn, Stay
+from dataflow.agent.forkserver_messages import Alive, End, Handed, Kill, Notice, Pause, Spawn, Stay
 from dataflow.agent.messages import (
     Begin,
     Built,
@@ -17,6 +16,7 @@ from dataflow.agent.messages import (
     Failed,
     FromAgent,
     FromWorkers,
+    HandedOver,
     HandOver,
     Join,
     Pace,
@@ -25,15 +25,13 @@ from dataflow.agent.messages import (
     ToAgent,
 )
 from dataflow.agent.rendezvous import Rendezvous
-from dataflow.errors import DeadlineError, Replaced, RunError
+from dataflow.errors import DeadlineError, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import HostAgent, has_gone, host_of, natural, too_few, too_late, with_doors
+from dataflow.scheduler.host_agent import HostAgent, host_of, natural, same_name, too_few, too_late, with_doors
 from dataflow.scheduler.host_messages import HostMessages
 from dataflow.system.security import RunKeys
 
-_LIVE_S = 3.0
-"""An agent that was heard within so long is there: it gives signs of life more often."""
 _LIVES_S = 0.5
 """Between two signs of life for the agents."""
 _PAUSE_S = 2.0
@@ -114,7 +112,6 @@ class Agents:
 
     def assemble(self, count: int, within_s: float) -> None:
         """Wait for so many hosts. Errors: RunError for one that cannot take part; DeadlineError with who came."""
-
         self._await(
             lambda: len(self.hosts) >= count, within_s,
             lambda: too_few(self.hosts, count, self.address, within_s, self._folder),
@@ -139,12 +136,12 @@ class Agents:
         self._begin = Begin(launch={}, inputs={}, whereabouts=whereabouts)
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            came = [agent.all_handed for agent in self._hosts.values() if agent.all_handed is not None]
+            came = [agent.answer for agent in self._hosts.values() if agent.answer is not None]
             self.alone_s = max([each.alone_s for each in came], default=0.0)
             if len(came) >= len(hosts):
                 break
             self._wait(0.05)
-        return any(agent.all_handed is not None for agent in self._hosts.values())
+        return any(agent.answer is not None for agent in self._hosts.values())
 
     # As a forkserver has it
 
@@ -153,7 +150,7 @@ class Agents:
         self._asked[name] = message = Spawn(name, settings, heavy, keeps)
         if self.messages.sits(name, settings["host"]):
             self._to_all(Pace(self.messages.beat_s))
-        self._send(self._hosts[settings["host"]], message)
+        self._start(self._hosts[settings["host"]], message)
 
     def kill(self, name: str, number: int = signal.SIGKILL, *, forget: bool = False) -> None:
         """Send a signal to a worker. forget: it is nobody's wish any more, should its host not have heard that."""
@@ -194,7 +191,7 @@ class Agents:
                 agent.closed_since = None
             else:
                 agent.closed_since = agent.closed_since or now
-                if has_gone(agent, now):
+                if agent.has_gone(now):
                     self._left(name, agent, "has lost the connection of its agent")
 
     def events(self) -> list[Event]:
@@ -257,13 +254,10 @@ class Agents:
         if agent is not None and agent.identity == identity:
             self._go_on(agent)
             return
-        if agent is not None and self._lives(agent):
+        if agent is not None and agent.lives(time.monotonic()):
             if self._begin is not None:
                 return  # it asks again; the one before it may have just ended
-            self._turn_away(identity, (
-                f"two hosts of the run are called '{name}', at {agent.join.address} and {join.address}; give each a "
-                f"name of its own (DATAFLOW_AGENT_HOST)"
-            ))  # fmt: skip
+            self._turn_away(identity, same_name(agent.join, join))
             return
         if wrong := other_versions(name, join.versions, self._ours):
             self._turn_away(identity, wrong)
@@ -282,13 +276,17 @@ class Agents:
         if not agent.join.digest and not self._begin.launch:
             self._send(agent, End())  # it has nothing that could be taken over
         elif agent.join.digest or agent.built is not None:
-            agent.handed, agent.all_handed, agent.asked_at = {}, None, time.monotonic()
-            self._send(agent, HandOver(whereabouts=self._begin.whereabouts))
+            self._ask(agent, self._begin)
         else:
             self._send(agent, with_doors(self._begin, self._hosts))
         self._send(agent, Pace(self.messages.beat_s))
         if self._stay is not None:
             self._send(agent, self._stay)
+
+    def _ask(self, agent: HostAgent, begin: Begin) -> None:
+        """Which workers it has; what it is to be cleared of, its answer decides anew."""
+        agent.is_clearing, agent.asked_at = False, time.monotonic()
+        self._send(agent, HandOver(question=agent.questions.ask(), whereabouts=begin.whereabouts))
 
     def _take_in(self, name: str, agent: HostAgent, message: FromAgent) -> None:
         match message:
@@ -317,20 +315,30 @@ class Agents:
                     if agent.is_clearing:
                         self._clear(agent)
             case Handed():
-                agent.handed[message.name] = message
-                self.messages.sits(message.name, name)
-            case AllHanded():
-                agent.all_handed = message
-                self._joined(name, agent)
-                for asked in self._asked.values():
-                    if host_of(asked) == name and asked.name not in agent.handed:
-                        self._send(agent, asked)  # it was lost on its way
+                agent.arriving[message.name] = message
+            case HandedOver():
+                if agent.takes(message):
+                    self._handed_over(name, agent)
+                elif not agent.questions.is_open and not agent.has_left and self._begin is not None:
+                    self._ask(agent, self._begin)
+
+    def _handed_over(self, name: str, agent: HostAgent) -> None:
+        """An agent has said which workers it has."""
+        for worker in agent.handed:
+            self.messages.sits(worker, name)
+        self._joined(name, agent)
+        for asked in self._asked.values():
+            if host_of(asked) == name and asked.name not in agent.handed:
+                self._start(agent, asked)  # it was lost on its way
+
+    def _start(self, agent: HostAgent, spawn: Spawn) -> None:
+        agent.questions.outdate()
+        self._send(agent, spawn)
 
     def _clear(self, agent: HostAgent) -> None:
-        living = [each.name for each in agent.handed.values() if each.alive]
-        for each in living:
-            self._send(agent, Kill(each, int(signal.SIGKILL)))
-        if not living:
+        for name in agent.living:
+            self._send(agent, Kill(name, int(signal.SIGKILL)))
+        if not agent.living:
             agent.is_clearing = False
             self._joined(agent.join.name, agent)
 
@@ -342,6 +350,7 @@ class Agents:
         if agent.has_left:
             return
         agent.has_left, agent.is_clearing = True, False
+        agent.questions.outdate()
         self._forget(name)
         self._events.append({"event": "lost", "name": name, "cause": cause})
 
@@ -368,10 +377,6 @@ class Agents:
         for agent in self._hosts.values():
             self._send(agent, message)
 
-    def _lives(self, agent: HostAgent) -> bool:
-        """Whether an agent is there, as far as is known."""
-        return agent.may_answer and time.monotonic() - agent.heard_at < _LIVE_S
-
     def _wait(self, seconds: float) -> None:
         self.live()
         self.pollable.poll(int(seconds * 1000))
@@ -392,9 +397,4 @@ class Agents:
         if time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()
-        found = Rendezvous.read(self._folder)
-        if found is not None and found.number > self.number:
-            raise Replaced(
-                f"this scheduler (process {os.getpid()}) was not heard for too long, and another one, at "
-                f"{found.address}, has taken the run over; it ends without touching it"
-            )
+        Rendezvous.check_leads(self._folder, self.number)

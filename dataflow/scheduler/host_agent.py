@@ -5,15 +5,46 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dataflow.agent.forkserver_messages import AllHanded, Handed, Spawn
-from dataflow.agent.messages import Begin, Built, Join
+from dataflow.agent.forkserver_messages import Handed, Spawn
+from dataflow.agent.messages import Begin, Built, HandedOver, Join
 from dataflow.folder.ledger.places import HOME
 from dataflow.planning.hosts import Host
 
+_LIVE_S = 3.0
+"""An agent that was heard within so long is there: it gives signs of life more often."""
 _CLOSED_S = 1.5
 """A host whose connection is closed for so long is lost: its agent has ended, or would have come back."""
 _SPEAKS_S = 2.0
 """Within which an agent is heard that is not cut off: less than it takes to give a connection up."""
+
+
+@dataclass
+class Questions:
+    """What an agent was asked: which workers it has. It hears and answers in order, but perhaps late; what it says of
+    a moment before its newest process was asked for, or before its host was lost, is out of date."""
+
+    _asked: int = 0
+    """The number of the last one."""
+    _outdated: int = 0
+    """The last one whose answer is."""
+
+    def ask(self) -> int:
+        """The number of another one."""
+        self._asked += 1
+        return self._asked
+
+    def outdate(self) -> None:
+        """Answers to what was asked so far do not count."""
+        self._outdated = self._asked
+
+    def counts(self, question: int) -> bool:
+        """Whether the answer to it does."""
+        return question > self._outdated
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer that counts is on its way, or has come."""
+        return self._asked > self._outdated
 
 
 @dataclass
@@ -23,8 +54,12 @@ class HostAgent:
     join: Join
     identity: bytes
     built: Built | None = None
+    questions: Questions = field(default_factory=Questions)
+    arriving: dict[str, Handed] = field(default_factory=dict)
+    """Of an answer, the workers so far."""
     handed: dict[str, Handed] = field(default_factory=dict)
-    all_handed: AllHanded | None = None
+    """Of the last answer that counted, the workers; those that have ended since are not there."""
+    answer: HandedOver | None = None
     is_paused: bool = False
     is_clearing: bool = False
     """Whether all of its workers are to end."""
@@ -51,6 +86,29 @@ class HostAgent:
         return not self.has_left and self.closed_since is None
 
     @property
+    def living(self) -> list[str]:
+        """Workers that it has and that have not ended."""
+        return [name for name, each in self.handed.items() if each.alive]
+
+    def takes(self, answer: HandedOver) -> bool:
+        """Its workers are those that have arrived, if the answer counts."""
+        handed, self.arriving = self.arriving, {}
+        if self.questions.counts(answer.question):
+            self.handed, self.answer = handed, answer
+            return True
+        return False
+
+    def lives(self, now: float) -> bool:
+        """Whether it is there, as far as is known."""
+        return self.may_answer and now - self.heard_at < _LIVE_S
+
+    def has_gone(self, now: float) -> bool:
+        """Whether it has ended, as its connection is closed. One that was silent before has given that connection up
+        itself, because the network was cut, and makes another."""
+        closed = self.closed_since
+        return closed is not None and now - closed > _CLOSED_S and closed - self.heard_at < _SPEAKS_S
+
+    @property
     def place(self) -> dict[str, str]:
         """What is particular in the settings of a worker there."""
         join = self.join
@@ -58,13 +116,6 @@ class HostAgent:
             "sockets": join.sockets, "listen": join.address, "folder": join.folder,
             "disk": join.name if join.files else HOME,
         }  # fmt: skip
-
-
-def has_gone(agent: HostAgent, now: float) -> bool:
-    """Whether an agent has ended, as its connection is closed. One that was silent before has given that connection up
-    itself, because the network was cut, and makes another."""
-    closed = agent.closed_since
-    return closed is not None and now - closed > _CLOSED_S and closed - agent.heard_at < _SPEAKS_S
 
 
 def with_doors(begin: Begin, hosts: Mapping[str, HostAgent]) -> Begin:
@@ -80,6 +131,14 @@ def host_of(spawn: Spawn) -> str:
 def natural(name: str) -> list[tuple[int, int | str]]:
     """A key by which h2 comes before h10."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
+
+
+def same_name(one: Join, other: Join) -> str:
+    """Of two agents of one name, both there."""
+    return (
+        f"two hosts of the run are called '{one.name}', at {one.address} and {other.address}; give each a name of its "
+        f"own (DATAFLOW_AGENT_HOST)"
+    )
 
 
 def too_few(hosts: Collection[Host], count: int, address: str, within_s: float, folder: Path) -> str:

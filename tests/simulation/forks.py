@@ -11,6 +11,7 @@ from typing import Any
 
 from dataflow.agent.forkserver_messages import Handed
 from dataflow.planning.hosts import Host
+from dataflow.scheduler.host_agent import Questions
 
 from .clock import Clock
 from .network import SCHEDULER, Pipe, SimulatedNetwork
@@ -103,10 +104,12 @@ class _Agent:
 
     up: Pipe = field(init=False)
     down: Pipe = field(init=False)
+    questions: Questions = field(default_factory=Questions)
+    """Of the scheduler."""
     children: dict[str, _HostChild] = field(default_factory=dict)
     alive: bool = True
-    clears: bool = False
-    """Whether it ends all that it has, to join anew."""
+    clears: int | None = None
+    """The question that it answers once all that it had has ended."""
 
 
 class Agents:
@@ -139,6 +142,7 @@ class Agents:
         """A scheduler asks for a process."""
         host = settings["host"]
         self.attempts[name] = settings["attempt"]
+        self._agents[host].questions.outdate()
         self._agents[host].down.send(lambda agent: self._start(host, agent, name, settings))
 
     def kill(self, name: str, host: str) -> None:
@@ -147,14 +151,18 @@ class Agents:
 
     def clear(self, host: str) -> None:
         """A scheduler wants all to end that a host has."""
-        told = self._handed.get(host, {})
-        self._agents[host].down.send(lambda agent: self._clear(host, agent, told))
+        told, number = self._handed.get(host, {}), self._agents[host].questions.ask()
+        self._agents[host].down.send(lambda agent: self._clear(host, agent, told, number))
 
     def seek(self, host: str) -> None:
         """A scheduler looks for a host that it gave up."""
         if self._sought.get(host, 0.0) + SEEK_S < self._clock.now:
             self._sought[host] = self._clock.now
-            self._agents[host].down.send(lambda agent: self._join(host, agent))
+            self._ask(host, self._agents[host])
+
+    def _ask(self, host: str, agent: _Agent) -> None:
+        number = agent.questions.ask()
+        agent.down.send(lambda agent: self._join(host, agent, number))
 
     def hand_over(self) -> list[Event]:
         """Another scheduler is there: each agent looks into the folder now and then, and joins with what it has."""
@@ -182,7 +190,7 @@ class Agents:
             self._clock.after(SEEK_S, partial(self._find, host, agent))
             return
         agent.up, agent.down = self._pipes(host, agent)
-        agent.clears = False
+        agent.clears = None
         self._join(host, agent)
 
     def ended(self, name: str, host: str) -> None:
@@ -257,9 +265,9 @@ class Agents:
         if name in agent.children and not agent.children[name].has_ended:
             self._kill(name, host)
 
-    def _clear(self, host: str, agent: _Agent, told: Mapping[str, int]) -> None:
+    def _clear(self, host: str, agent: _Agent, told: Mapping[str, int], question: int) -> None:
         """told: the attempts that it has said it has; others were started since."""
-        agent.clears = True
+        agent.clears = question
         for name, child in list(agent.children.items()):
             if told.get(name) == child.settings["attempt"]:
                 self._end(host, agent, name)
@@ -271,20 +279,28 @@ class Agents:
         self._cleared(host, agent)
 
     def _cleared(self, host: str, agent: _Agent) -> None:
-        if agent.clears and all(child.has_ended for child in agent.children.values()):
-            agent.clears, agent.children = False, {}
-            self._join(host, agent)
+        if agent.clears is not None and all(child.has_ended for child in agent.children.values()):
+            question, agent.clears, agent.children = agent.clears, None, {}
+            self._join(host, agent, question)
 
-    def _join(self, host: str, agent: _Agent) -> None:
+    def _join(self, host: str, agent: _Agent, question: int | None = None) -> None:
+        """question: what it answers; None: it is there anew, and has been asked for nothing."""
         kept = {
             name: Handed(name, 1, child.settings, KILLED if child.has_ended else None, not child.has_ended)
             for name, child in agent.children.items()
         }
-        agent.up.send({"event": "joined", "name": host, "host": self._hosts[host], "processes": kept})
+        agent.up.send(
+            {"event": "joined", "name": host, "host": self._hosts[host], "processes": kept, "question": question}
+        )
 
     def _heard(self, host: str, agent: _Agent, event: Event) -> None:
         """What arrives at the scheduler's end; of an agent that was replaced nothing does."""
         if not self.closed and agent is self._agents[host]:
             if event["event"] == "joined":
+                question = event.pop("question")
+                if question is not None and not agent.questions.counts(question):
+                    if not agent.questions.is_open:
+                        self._ask(host, agent)
+                    return
                 self._handed[host] = {each.name: each.settings["attempt"] for each in event["processes"].values()}
             self.note(event)
