@@ -1,6 +1,6 @@
 """The laws of a run over hosts."""
 
-from .changes import argument, expression, returned, without
+from .changes import argument, expression, instead, returned, without
 from .law import Law
 
 HOSTS = (
@@ -94,5 +94,19 @@ HOSTS = (
         "dataflow.scheduler.seating:is_bound",
         returned("False", "own_folder"),
         "that it waits for its host",
+    ),
+    Law(
+        "no answer from before a process was asked for says that it is not there",
+        "test_an_answer_from_before_a_process_was_asked_for_says_nothing_and_another_is_asked_for",
+        "dataflow.scheduler.host_agent:Questions.counts",
+        returned("True", "_outdated"),
+        "the number of the question",
+    ),
+    Law(
+        "a host is not taken for empty before all of its workers have ended",
+        "test_a_host_that_is_asked_while_it_is_cleared_is_not_taken_for_empty_before_it_is",
+        "dataflow.scheduler.agents:Agents._ask",
+        instead("agent.handed, agent.asked_at = {}, time.monotonic()", "is_clearing"),
+        "that only an answer says what it has",
     ),
 )
