@@ -4,8 +4,8 @@
     python -m bench.foresight --choice --keep FOLDER --graphs "small+slow scorer"
 
 Every placement that auto looks at (replicas and ranks of the generator, ranks of the trainer) is run for real, and
-foreseen with the constants of the two runs that `--own` calibrates with, and of two with ranks. Graphs are as those of
-`--own`.
+foreseen with the constants of the two runs that `--own` calibrates with, of two with ranks and of two with threads.
+Graphs are as those of `--own`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.end_to_end.cases import SCORER_S
-from bench.foresight.own import CALIBRATE, CUT, Trial, build, policy, run_apart, run_one
+from bench.foresight.own import CALIBRATE, CUT, THREADED, Trial, build, policy, run_apart, run_one
 from bench.report import Report
 
 CORES = 2
@@ -53,9 +53,9 @@ def choice(path: Path | None, policies: Path, kept: Path | None, names: Sequence
     with tempfile.TemporaryDirectory(prefix="choice-") as temporary:
         folder = kept or Path(temporary)
         graphs = [each for each in GRAPHS if not names or each.name in names]
-        for trial in (*CALIBRATE, *CUT, *graphs):
+        for trial in (*CALIBRATE, *CUT, *THREADED, *graphs):
             policy(trial.policy, policies)
-        seen = {trial.name: look(run_one(trial, policies, folder)) for trial in (*CALIBRATE, *CUT)}
+        seen = {trial.name: look(run_one(trial, policies, folder)) for trial in (*CALIBRATE, *CUT, *THREADED)}
         constants = calibrate(list(seen.values()))
         texts = {trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
         picked, winners, worst = 0, set(), 0.0

@@ -69,6 +69,11 @@ CUT = (
     Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, steps=25),
 )
 """They say what ranks on cores take to wait for each other; only the choice of placements needs them."""
+THREADED = (
+    Trial(name="small, two threads", max_staleness=0, prompts_per_step=16, steps=40),
+    Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=25),
+)
+"""They say what becomes of processes that have all cores, as where generator and trainer wait for each other."""
 PREDICT = (
     Trial(name="staleness 0", max_staleness=0),
     Trial(name="staleness 1", max_staleness=1),
@@ -158,7 +163,7 @@ def main(arguments: Sequence[str]) -> None:
     from dataflow import run
 
     name, policies, runs = arguments
-    trial = next(each for each in (*CALIBRATE, *CUT, *PREDICT) if each.name == name)
+    trial = next(each for each in (*CALIBRATE, *CUT, *THREADED, *PREDICT) if each.name == name)
     run(
         build(trial, Path(policies)), steps=trial.steps, replicas={"generator": trial.replicas},
         ranks={"trainer": trial.ranks}, runs=runs, quiet=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,34 @@ def calibrate(runs: Sequence[Seen], kind: str = "cpu") -> Constants:
             )
     device = device_kind(kind)
     names = ", ".join(run.path.resolve().name for run in runs)
+    generators = _by_threads(runs, lambda run: run.generator, lambda some: _generator(some, device))
+    learners = _by_threads(runs, lambda run: run.trainer, lambda some: _learner(some, device))
+    several = {"generator": generators, "learner": learners}
     return Constants(
-        generator=_generator(runs, device), learner=_learner(runs, device), row_s=_rows(runs),
+        generator=generators[min(generators)], learner=learners[min(learners)], row_s=_rows(runs),
+        threaded={role: found for role, found in several.items() if len(found) > 1},
         computed=float(np.mean([run.computed for run in runs])), source=f"calibrated on {names}",
     )  # fmt: skip
+
+
+def _by_threads(
+    runs: Sequence[Seen], node: Callable[[Seen], str], fitted: Callable[[Sequence[Seen]], Rates]
+) -> dict[int, Rates]:
+    """Rates by the threads of a process: with more of them products are faster and small steps are not. Where none of
+    the runs that had so many was cut over ranks, an exchange takes what it takes with others."""
+    groups: dict[int, list[Seen]] = {}
+    for run in runs:
+        groups.setdefault(int(run.placed[node(run)].get("threads", 1)), []).append(run)
+    found = {threads: fitted(groups[threads]) for threads in sorted(groups)}
+    cut = [threads for threads, some in groups.items() if any(_ranks(run, node(run)) > 1 for run in some)]
+    return {
+        threads: rates if threads in cut or not cut else replace(rates, exchange_s=found[min(cut)].exchange_s)
+        for threads, rates in found.items()
+    }
+
+
+def _ranks(run: Seen, node: str) -> int:
+    return int(run.placed[node]["ranks"])
 
 
 def _generator(runs: Sequence[Seen], kind: DeviceKind) -> Rates:
@@ -166,7 +190,14 @@ def _dtype(kind: DeviceKind) -> str:
 def described(constants: Constants) -> str:
     """For people: a line for each kind of operator."""
     found = []
-    for role, rates in (("generator", constants.generator), ("trainer", constants.learner)):
+    every = [(role, rates, "") for role, rates in (("generator", constants.generator), ("learner", constants.learner))]
+    for role, by_threads in constants.threaded.items():
+        every = [each for each in every if each[0] != role]
+        every += [
+            (role, rates, f" with {threads} thread{'s' if threads > 1 else ''}")
+            for threads, rates in by_threads.items()
+        ]
+    for role, rates, threads in sorted(every, key=lambda each: each[0]):
         each = "decode step" if role == "generator" else "step"
         of = (rates.row_s, "rollout") if role == "generator" else (rates.token_s, "token")
         spent = [f"{1e3 * rates.step_s:.3g} ms a {each}", f"{1e6 * of[0]:.3g} us a {of[1]} in it"]
@@ -175,7 +206,7 @@ def described(constants: Constants) -> str:
         for share, what in ((rates.compute, "of matrix products"), (rates.memory, "of memory's bandwidth")):
             spent.append(f"{share:.1%} {what}" if share < _FREE else f"nothing for {what.partition(' ')[2]}")
         spent.append(f"{1e6 * rates.exchange_s:.3g} us an exchange between ranks")
-        found.append(f"{role}: {', '.join(spent)}")
+        found.append(f"{'generator' if role == 'generator' else 'trainer'}{threads}: {', '.join(spent)}")
     for node, row_s in constants.row_s.items():
         found.append(f"{node}: {1e6 * row_s:.3g} us a row")
     found.append(f"a trainer passes over {constants.computed:.0%} of the tokens")
@@ -197,7 +228,11 @@ def read_constants(text: str) -> Constants:
     try:
         plain = json.loads(path.read_text("utf-8"))
         generator, learner = (Rates(**plain.pop(role)) for role in ("generator", "learner"))
-        return Constants(generator=generator, learner=learner, **plain)
+        threaded = {
+            role: {int(threads): Rates(**rates) for threads, rates in found.items()}
+            for role, found in plain.pop("threaded", {}).items()
+        }
+        return Constants(generator=generator, learner=learner, threaded=threaded, **plain)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise GraphError(
             f"'{path}' has no constants that `dataflow calibrate` wrote; found {type(error).__name__}: {error}; "

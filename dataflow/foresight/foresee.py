@@ -295,7 +295,7 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
         pace = sum(many / found[replica][0] for replica, many in alike.items())  # shares that they make in a second
         at_once = sum(many * found[replica][1] for replica, many in alike.items())
         return replace(made, seconds=ground.replicas / pace, at_once=at_once)
-    rates, forward = ground.constants.learner, 1.0
+    rates, forward = ground.rates(operator), 1.0
     learners = ground.learners(operator)
     if operator.trains:
         forward += BACKWARD + operator.traits.gradient_checkpointing
@@ -316,7 +316,7 @@ def _cut(operator: Operator, placement: Placement, ground: Foreground) -> str:
 
 def _generation(replica: Replica, rollouts: float, ground: Foreground, of: float) -> tuple[float, float]:
     """Seconds in which a replica makes so many, of those that all make, and how many it decodes at once."""
-    rates, prompt = ground.constants.generator, ground.workload.prompt_tokens
+    rates, prompt = ground.rates(ground.generator), ground.workload.prompt_tokens
     slots = float(ground.generator.traits.slots)
     limited = replace(rates, most_rollouts=ground.generator.traits.slots)
     room = slots if ground.on_cpu else replica.at_once(prompt + 0.6 * ground.lengths.mean, limited)

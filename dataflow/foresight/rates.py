@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class Constants:
     generator: Rates = ASSUMED
     learner: Rates = ASSUMED
     """Of trainers, and of operators that compute log-probabilities."""
+    threaded: Mapping[str, Mapping[int, Rates]] = field(default_factory=dict)
+    """On cores, of processes that had so many threads each, by role (generator, learner), where runs differed in it."""
     row_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a row, by operator that needs no model."""
     computed: float = 1.0
@@ -56,6 +60,18 @@ class Constants:
     """Where a generator's seconds come from: one of dataflow.foresight.steps.CONSTANTS; by the rates above, or by what
     was measured."""
     source: str = ASSUMED.source
+
+    def of(self, role: Literal["generator", "learner"], threads: int) -> Rates:
+        """Of processes with so many threads, or with the nearest number that was seen, the smaller of two.
+
+        >>> few, many = Rates(step_s=1.0), Rates(step_s=2.0)
+        >>> Constants(threaded={"learner": {1: few, 8: many}}).of("learner", 6).step_s
+        2.0
+        """
+        known = self.threaded.get(role)
+        if not known:
+            return self.generator if role == "generator" else self.learner
+        return known[min(known, key=lambda each: (abs(math.log(each / threads)), each))]
 
 
 ASSUMED_CONSTANTS = Constants()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import networkx as nx
 import numpy as np
@@ -73,6 +74,11 @@ class Foreground:
         """Tokens that a trainer passes over, of all tokens."""
         given = self.workload.computed
         return self.constants.computed if given is None else given
+
+    def rates(self, operator: Operator) -> Rates:
+        """Of one that computes with a model, with the threads that its processes have."""
+        role: Literal["generator", "learner"] = "generator" if operator is self.generator else "learner"
+        return self.constants.of(role, self.made.placements[operator.name].threads)
 
     @property
     def dtype(self) -> str:
@@ -172,7 +178,7 @@ def between(graph: Structure, generator: Operator, trainer: Operator) -> list[Op
 
 
 def _generator_costs(ground: Foreground, replica: Replica, *, shared: bool) -> GeneratorCosts:
-    rates, prompt = ground.constants.generator, ground.workload.prompt_tokens
+    rates, prompt = ground.rates(ground.generator), ground.workload.prompt_tokens
     slots = min(ground.generator.traits.slots, rates.most_rollouts)
     if not ground.on_cpu:
         slots = min(slots, int(replica.at_once(prompt + 0.6 * ground.lengths.mean, rates)))
@@ -185,7 +191,7 @@ def _generator_costs(ground: Foreground, replica: Replica, *, shared: bool) -> G
 
 
 def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
-    trainer, rates = ground.trainer, ground.constants.learner
+    trainer, rates = ground.trainer, ground.rates(ground.trainer)
     learners = ground.learners(trainer)
     rollouts = float(trainer.step_prompts * ground.group_size)
     tokens = ground.lengths.mean + ground.workload.prompt_tokens / ground.group_size  # a group's prompt is shared
@@ -221,6 +227,6 @@ def _scorer_costs(ground: Foreground, operator: Operator) -> ScorerCosts:
             )
         tokens = workload.prompt_tokens + ground.lengths.mean
         passes = ground.learners(operator).passes(1.0, tokens, forward=1.0, sequences=1.0)
-        return ScorerCosts(row_s=passes.seconds(constants.learner), drops=drops)
+        return ScorerCosts(row_s=passes.seconds(ground.rates(operator)), drops=drops)
     row_s = workload.row_s.get(operator.name, constants.row_s.get(operator.name, 0.0))
     return ScorerCosts(row_s=row_s, at_once=at_once, waits=at_once > 1, drops=drops)

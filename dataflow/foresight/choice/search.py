@@ -20,6 +20,9 @@ BEST = 10
 """Ways that are told of."""
 FAR = 1.75
 """A way that takes so many times as much by closed forms as another by simulation is not simulated."""
+ALIKE = 0.02
+"""On cores, where each process is in the way of the others: ways that differ from the best by less are as good, as far
+as anybody can foresee."""
 _SIMULATED_ON_CORES, _OTHERS = 40, 6
 _REASONS = (
     ("does not fit into", "do not fit into memory"), ("leaves no room for a rollout", "do not fit into memory"),
@@ -46,6 +49,11 @@ class Way:
     def gpus(self) -> Mapping[str, int]:
         """Accelerators by node."""
         return self.candidate.gpus
+
+    @property
+    def processes(self) -> int:
+        """Of all operators."""
+        return sum(each.count for each in self.foreseen.operations)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +152,19 @@ def choose(
     leads = min(best, key=lambda way: objective.of(way.foreseen)).candidate
     more = _others([each[2] for each in found], leads, taken)
     best += [simulated(found[at]) for at in more]
-    best.sort(key=lambda way: objective.of(way.foreseen))
+    best = ranked(best, objective, 0.0 if devices.gpus else ALIKE)
     return Choice(
         ways=best[:BEST], tried=len(ways), simulated=len(best), refused=dict(refused.most_common()),
         objective=objective,
     )  # fmt: skip
+
+
+def ranked(ways: Sequence[Way], objective: Objective, alike: float) -> list[Way]:
+    """The best first; of those that are as good as the best, the one with the fewest processes, of these the best."""
+    found = sorted(ways, key=lambda way: objective.of(way.foreseen))
+    least = objective.of(found[0].foreseen)[0]
+    many = sum(objective.of(way.foreseen)[0] <= (1 + alike) * least for way in found)
+    return sorted(found[:many], key=lambda way: way.processes) + found[many:]
 
 
 def foreseen_of(graph: Graph, candidate: Candidate, devices: Devices, **how: object) -> Foreseen:

@@ -24,6 +24,11 @@ from transport.weights.costs.decoder import Decoder
 TRUE = Rates(step_s=2e-3, row_s=3e-5, end_s=1e-4, compute=0.2, memory=1e6, exchange_s=3e-4)
 LEARNS = Rates(step_s=0.02, token_s=2e-5, compute=0.1, memory=1e6, exchange_s=7e-4)
 GROUP, PROMPTS, PROMPT = 8, 32, 7.0
+SHAPES = (
+    (2, 128, 8.0, 50.0, 32), (4, 256, 40.0, 100.0, 32), (3, 192, 15.0, 20.0, 8), (2, 256, 90.0, 64.0, 64),
+    (6, 128, 25.0, 8.0, 16), (2, 512, 12.0, 30.0, 32),
+)  # fmt: skip
+"""Layers and width, mean tokens, rollouts at once, prompts of a step."""
 
 
 def sized(layers: int, width: int) -> Counts:
@@ -41,6 +46,9 @@ def made_run(
     gpus: int = 0,
     prompts: int = PROMPTS,
     ranks: int = 1,
+    threads: int = 1,
+    true: Rates = TRUE,
+    learns: Rates = LEARNS,
 ) -> Seen:
     """A run whose operators took exactly what these rates say."""
     cpu = device_kind("cpu")
@@ -51,18 +59,18 @@ def made_run(
         tokens = number * rollouts * mean
         steps = tokens / batch
         context = PROMPT + 0.6 * mean
-        decode = replica.step(batch, context, TRUE).seconds(TRUE) * steps
-        prefill = model.forward(number * prompts * PROMPT, PROMPT / 2) / (ranks * cpu.rate("float32") * TRUE.compute)
-        busy = decode + prefill + number * rollouts * TRUE.end_s
+        decode = replica.step(batch, context, true).seconds(true) * steps
+        prefill = model.forward(number * prompts * PROMPT, PROMPT / 2) / (ranks * cpu.rate("float32") * true.compute)
+        busy = decode + prefill + number * rollouts * true.end_s
         stretches.append(
             Stretch(seconds=10.0, busy_s=busy, steps=steps, tokens=tokens, rows_in=0,
                     rows_out=number * rollouts)
         )  # fmt: skip
     each = 0.5 * (mean + PROMPT / GROUP)
-    passes = learners.passes(rollouts, each, forward=1 + BACKWARD, sequences=1e9).seconds(LEARNS)
+    passes = learners.passes(rollouts, each, forward=1 + BACKWARD, sequences=1e9).seconds(learns)
     computed = 0.5 * (rollouts * mean + prompts * PROMPT)
-    once_s = learners.update().seconds(LEARNS) + LEARNS.step_s
-    passes_s = passes + computed * LEARNS.token_s + exchanges_of(learners) * LEARNS.exchange_s
+    once_s = learners.update().seconds(learns) + learns.step_s
+    passes_s = passes + computed * learns.token_s + exchanges_of(learners) * learns.exchange_s
     step_s = passes_s + once_s
     trained = [
         Stretch(seconds=10.0, busy_s=n * step_s, steps=n, tokens=0, rows_in=n * rollouts, rows_out=0)
@@ -76,7 +84,10 @@ def made_run(
     }  # fmt: skip
     return Seen(
         path=Path(name), generator="generator", trainer="trainer", model=model, max_staleness=0, group_size=GROUP,
-        placed={node: {"ranks": ranks, "replicas": 1, "gpus": gpus} for node in ("generator", "trainer", "reward")},
+        placed={
+            node: {"ranks": ranks, "replicas": 1, "gpus": gpus, "threads": threads}
+            for node in ("generator", "trainer", "reward")
+        },
         prompts_per_step=prompts, prompt_tokens=PROMPT, lengths=Lengths.of([mean]),
         stretches={"generator": stretches, "trainer": trained, "reward": scored},
         steps=[{**line, "seconds": float(number)} for number in range(10)],
@@ -86,11 +97,8 @@ def made_run(
 def test_runs_of_several_sizes_give_back_the_constants_that_made_them() -> None:
     runs = [
         made_run(sized(layers, width), mean=mean, batch=batch, prompts=prompts, name=f"run-{layers}")
-        for layers, width, mean, batch, prompts in (
-            (2, 128, 8.0, 50.0, 32), (4, 256, 40.0, 100.0, 32), (3, 192, 15.0, 20.0, 8), (2, 256, 90.0, 64.0, 64),
-            (6, 128, 25.0, 8.0, 16), (2, 512, 12.0, 30.0, 32),
-        )
-    ]  # fmt: skip
+        for layers, width, mean, batch, prompts in SHAPES
+    ]
     found = calibrate(runs)
     assert found.row_s == {"reward": pytest.approx(0.5e-3)}
     assert found.computed == pytest.approx(0.5)
@@ -145,8 +153,29 @@ def test_what_ranks_take_to_wait_for_each_other_is_told_by_runs_that_have_some()
     assert calibrate(single).generator.exchange_s == calibrate(single).learner.exchange_s == 150e-6
 
 
+def test_processes_with_more_threads_have_constants_of_their_own() -> None:
+    """Products are faster with them, and a small step is not."""
+    faster, learns = replace(TRUE, step_s=3e-3, compute=0.4), replace(LEARNS, step_s=0.03, compute=0.15)
+
+    def runs(**how: Any) -> list[Seen]:
+        return [
+            made_run(sized(layers, width), mean=mean, batch=batch, prompts=prompts, name=f"{layers}", **how)
+            for layers, width, mean, batch, prompts in SHAPES
+        ]
+
+    found = calibrate([*runs(), *runs(ranks=2), *runs(threads=2, true=faster, learns=learns)])
+    for role, slow, fast in (("generator", TRUE, faster), ("learner", LEARNS, learns)):
+        one, two = found.of(role, 1), found.of(role, 2)  # type: ignore[arg-type]
+        for got, true in ((one, slow), (two, fast), (getattr(found, role), slow)):
+            assert (got.step_s, got.compute) == pytest.approx((true.step_s, true.compute), rel=0.05)
+        assert two.exchange_s == one.exchange_s
+    lines = [line.partition(":")[0] for line in described(found).splitlines()[:4]]
+    assert lines == [f"{who} with {many}" for who in ("generator", "trainer") for many in ("1 thread", "2 threads")]
+    assert calibrate(runs(threads=2, true=faster, learns=learns)).threaded == {}
+
+
 def test_constants_go_into_a_file_and_come_back(tmp_path: Path) -> None:
-    found = calibrate([made_run(sized(2, 128), mean=8.0, batch=50.0, name="a")])
+    found = calibrate([made_run(sized(2, 128), mean=8.0, batch=50.0, name="a", threads=many) for many in (1, 2)])
     (tmp_path / "c.json").write_text(json.dumps(to_plain(found)))
     assert read_constants(str(tmp_path / "c.json")) == found != ASSUMED_CONSTANTS
     for text in ("{", "[]", '{"generator": {"speed": 1}}'):

@@ -13,7 +13,7 @@ from dataflow import Devices, Graph, GraphError, LoRA, Model, main
 from dataflow.foresight.choice.candidates import Candidate, candidates, generators, splits
 from dataflow.foresight.choice.gains import Gain, changes, gains, staler, told
 from dataflow.foresight.choice.learners import deals_out
-from dataflow.foresight.choice.search import Objective, choose, cost_of, reason
+from dataflow.foresight.choice.search import ALIKE, Objective, choose, cost_of, ranked, reason
 from dataflow.foresight.choice.told import ways
 from dataflow.foresight.foresee import foresee
 from dataflow.foresight.simulation.clock import Clock, Processors
@@ -239,3 +239,19 @@ def test_a_search_on_a_thousand_devices_looks_at_hundreds_of_ways(model: Model) 
 def test_prices_are_of_the_kinds_that_are_there() -> None:
     assert read_prices(" ", read_devices("4xH100")) is None
     assert read_prices("H100=2.5, L40S=1", read_devices("4xH100+4xL40S")) == {"H100": 2.5, "L40S": 1.0}
+
+
+def test_of_ways_on_cores_that_are_as_good_the_one_with_the_fewest_processes_leads(model: Model) -> None:
+    """With a scorer that is slower than all else, more processes gain nothing, and get in each other's way."""
+    made = choose(graph(model), Devices(cpus=2), workload=SHORT, steps=6).ways
+    many, few = max(made, key=lambda way: way.processes), min(made, key=lambda way: way.processes)
+    assert many.processes > few.processes
+
+    def led(slower: float, alike: float) -> bool:
+        """Whether the one with few processes leads, where it is slower by so much."""
+        others = [replace(way, foreseen=replace(way.foreseen, step_s=step_s)) for way, step_s in (
+            (many, 1.0), (few, 1.0 + slower)
+        )]  # fmt: skip
+        return ranked(others, Objective(), alike)[0].processes == few.processes
+
+    assert led(0.01, ALIKE) and not led(0.03, ALIKE) and not led(0.01, 0.0)
