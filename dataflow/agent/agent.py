@@ -19,7 +19,6 @@ from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.forkserver_messages import Alive, End, Handed, Kill, Notice, Pause, Spawn, Stay
 from dataflow.agent.host_forkserver import HostForkserver
 from dataflow.agent.last_words import leave, take_back
-from dataflow.agent.line import Line
 from dataflow.agent.messages import (
     Begin,
     Built,
@@ -37,6 +36,7 @@ from dataflow.agent.messages import (
 from dataflow.agent.reach import Door, check_reach
 from dataflow.agent.relay import Relay, address
 from dataflow.agent.rendezvous import Rendezvous
+from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.agent.silence import SEEK_S, over
 from dataflow.errors import RunError
 from dataflow.folder.disks.server import FileServer
@@ -81,7 +81,7 @@ class Agent:
         self._door = Door(address)
         self._files = FileServer(Path(told.folder), address, keys) if own_folder else None
         self._told, self._host, self._address, self._sockets = told, host, address, sockets
-        self._line = Line(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
+        self._line = SchedulerSocket(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
         self._clock = AwakeClock(clock)
         self._log = structlog.get_logger(host=host.name)
         self._relay = Relay(sockets)

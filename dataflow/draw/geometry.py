@@ -31,7 +31,7 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class ForwardEdge:
     """Something that flows from left to right."""
 
     tail: str
@@ -41,7 +41,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Back:
+class BackEdge:
     """Something that is led round the outside."""
 
     tail: str
@@ -124,7 +124,7 @@ class BackRoute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class DrawnLayout:
     """Where everything is."""
 
     boxes: dict[str, Rect]

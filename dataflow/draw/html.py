@@ -6,7 +6,7 @@ from string import Template
 from typing import Any, TypeAlias
 
 from dataflow.draw import svg
-from dataflow.draw.picture import Box, Picture, knob_text
+from dataflow.draw.picture import OperatorBox, Picture, knob_text
 from dataflow.draw.words import xml
 from dataflow.model import Model
 
@@ -31,7 +31,7 @@ def _part(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _facts(picture: Picture, box: Box) -> dict[str, Any]:
+def _facts(picture: Picture, box: OperatorBox) -> dict[str, Any]:
     kind = type(box.operator)
     arriving: dict[str, Columns] = {}
     leaving: dict[str, Columns] = {}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from dataflow.draw import levels, ordering, routes
-from dataflow.draw.geometry import Back, Layout, Link, Rect, Size, Spacing
+from dataflow.draw.geometry import BackEdge, DrawnLayout, ForwardEdge, Rect, Size, Spacing
 
 MOST_BENDS = 20_000
 """Above so many bends, links that skip layers are drawn straight through."""
@@ -12,10 +12,10 @@ MOST_BENDS = 20_000
 
 def arrange(
     sizes: Mapping[str, Size],
-    links: Sequence[Link],
-    backs: Sequence[Back] = (),
+    links: Sequence[ForwardEdge],
+    backs: Sequence[BackEdge] = (),
     spacing: Spacing | None = None,
-) -> Layout:
+) -> DrawnLayout:
     """Place boxes and lead links between them; the same input gives the same drawing."""
     spacing = spacing or Spacing()
     names = list(sizes)
@@ -37,7 +37,7 @@ def arrange(
     lines = routes.links(links, names, grid.chains, boxes, layer, columns, heights, spacing)
     back_routes = routes.backs(backs, boxes, layer, columns, spacing)
     trunks = {link.tail: (columns[layer[link.tail]].right, boxes[link.tail].middle) for link in links}
-    return Layout(
+    return DrawnLayout(
         boxes=boxes,
         links=lines,
         backs=back_routes,
@@ -52,7 +52,7 @@ class _Grid:
     def __init__(
         self,
         sizes: Mapping[str, Size],
-        links: Sequence[Link],
+        links: Sequence[ForwardEdge],
         pairs: Sequence[tuple[str, str]],
         layer: Mapping[str, int],
         spacing: Spacing,

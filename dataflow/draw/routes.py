@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dataflow.draw.geometry import Back, BackRoute, Link, Point, Rect, Size, Spacing
+from dataflow.draw.geometry import BackEdge, BackRoute, ForwardEdge, Point, Rect, Size, Spacing
 from dataflow.draw.levels import spread
 
 PORT = 7.0
@@ -53,7 +53,7 @@ def columns_of(
 
 
 def links(
-    links: Sequence[Link],
+    links: Sequence[ForwardEdge],
     names: Sequence[str],
     chains: Mapping[tuple[str, str], Sequence[int]],
     boxes: Mapping[str, Rect],
@@ -67,7 +67,7 @@ def links(
     for link in links:
         lanes.setdefault((link.tail, link.head), []).append(link.lane)
 
-    def bend(link: Link, item: int) -> float:
+    def bend(link: ForwardEdge, item: int) -> float:
         beside = sorted(lanes[link.tail, link.head])
         return heights[item] + (beside.index(link.lane) - (len(beside) - 1) / 2) * spacing.lane
 
@@ -120,7 +120,7 @@ class _Detour:
     """A back edge on its way to being drawn."""
 
     number: int
-    back: Back
+    back: BackEdge
     sign: float
     """1 below the boxes, -1 above."""
     low: int
@@ -129,7 +129,7 @@ class _Detour:
 
 
 def backs(
-    backs: Sequence[Back],
+    backs: Sequence[BackEdge],
     boxes: Mapping[str, Rect],
     layer: Mapping[str, int],
     columns: Sequence[Column],
@@ -230,7 +230,7 @@ def bounds(
     columns: Sequence[Column],
     lines: Sequence[Sequence[Point]],
     routes: Sequence[BackRoute],
-    backs: Sequence[Back],
+    backs: Sequence[BackEdge],
 ) -> Rect:
     """The rectangle that holds everything drawn."""
     points = [point for line in lines for point in line] + [point for route in routes for point in route.points]

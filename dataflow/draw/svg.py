@@ -6,9 +6,9 @@ from itertools import pairwise
 
 from dataflow.draw import frames as device_frames
 from dataflow.draw import theme
-from dataflow.draw.geometry import Back, BackRoute, Layout, Link, Point, Rect, Size, Spacing
+from dataflow.draw.geometry import BackEdge, BackRoute, DrawnLayout, ForwardEdge, Point, Rect, Size, Spacing
 from dataflow.draw.layout import arrange
-from dataflow.draw.picture import Box, Frame, Picture, Wire, column_lines, shorten
+from dataflow.draw.picture import DeviceFrame, DrawnEdge, OperatorBox, Picture, column_lines, shorten
 from dataflow.draw.words import mono_width, sans_width, xml
 
 NAME, SMALL, CODE = 13.0, 10.0, 9.5
@@ -34,8 +34,8 @@ def render(picture: Picture) -> str:
         box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.lane, indent)
         for box in picture.boxes
     }
-    links = [Link(tail=w.tail, head=w.head, lane=picture.lanes.index(w.lane)) for w in picture.wires]
-    backs = [Back(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops]
+    links = [ForwardEdge(tail=w.tail, head=w.head, lane=picture.lanes.index(w.lane)) for w in picture.wires]
+    backs = [BackEdge(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops]
     layout = arrange(sizes, links, backs, spacing)
     wider = _widened(picture, layout, sizes)
     if wider:
@@ -45,7 +45,7 @@ def render(picture: Picture) -> str:
     return _document(picture, layout, columns, spacing)
 
 
-def _document(picture: Picture, layout: Layout, columns: Sequence[str], spacing: Spacing) -> str:
+def _document(picture: Picture, layout: DrawnLayout, columns: Sequence[str], spacing: Spacing) -> str:
     body: list[str] = []
     framed = [_pieces(frame.nodes, layout, _title(picture)) for frame in picture.frames]
     for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
@@ -97,14 +97,14 @@ def _document(picture: Picture, layout: Layout, columns: Sequence[str], spacing:
     )
 
 
-def _by_tail(picture: Picture) -> dict[str, list[Wire]]:
-    found: dict[str, list[Wire]] = {}
+def _by_tail(picture: Picture) -> dict[str, list[DrawnEdge]]:
+    found: dict[str, list[DrawnEdge]] = {}
     for wire in picture.wires:
         found.setdefault(wire.tail, []).append(wire)
     return found
 
 
-def _labels(wires: Sequence[Wire]) -> tuple[list[str], list[str]]:
+def _labels(wires: Sequence[DrawnEdge]) -> tuple[list[str], list[str]]:
     """Lines over and under the trunk: one label where all lanes carry the same new columns, else two."""
     kinds = [kind for kind in dict.fromkeys(wire.added for wire in wires) if kind]
     if len(kinds) > 2:
@@ -113,7 +113,9 @@ def _labels(wires: Sequence[Wire]) -> tuple[list[str], list[str]]:
     return lines[0], lines[1]
 
 
-def _size(box: Box, wires: Sequence[Wire], labels: tuple[list[str], list[str]], lane: float, indent: float) -> Size:
+def _size(
+    box: OperatorBox, wires: Sequence[DrawnEdge], labels: tuple[list[str], list[str]], lane: float, indent: float
+) -> Size:
     above, below = labels
     width = max(
         [
@@ -134,7 +136,7 @@ def _size(box: Box, wires: Sequence[Wire], labels: tuple[list[str], list[str]], 
     )
 
 
-def _box(number: int, box: Box, rect: Rect) -> str:
+def _box(number: int, box: OperatorBox, rect: Rect) -> str:
     x, y = rect.left + PAD + 4, rect.top + 10 + 11
     doc = " ".join((type(box.operator).__doc__ or "").partition(">>>")[0].split())  # without the example
     parts = [
@@ -173,7 +175,7 @@ def _columns(rect: Rect, size: Size, lines: tuple[Sequence[str], Sequence[str]],
     return "".join(parts)
 
 
-def _link(wire: Wire, points: Sequence[Point], colour: str) -> str:
+def _link(wire: DrawnEdge, points: Sequence[Point], colour: str) -> str:
     end = points[-1]
     drawn = [*points[:-1], (end[0] - ARROW, end[1])]
     path = f"M{_n(drawn[0][0])} {_n(drawn[0][1])}"
@@ -228,7 +230,7 @@ def _back_label(label: str, at: Point) -> str:
     )
 
 
-def _widened(picture: Picture, layout: Layout, sizes: dict[str, Size]) -> dict[str, Size]:
+def _widened(picture: Picture, layout: DrawnLayout, sizes: dict[str, Size]) -> dict[str, Size]:
     """Boxes that must be wider, because the frame around them is too narrow for its label."""
     wider: dict[str, Size] = {}
     for frame in picture.frames:
@@ -246,13 +248,13 @@ def _title(picture: Picture) -> float:
     return FRAME_TITLE + FRAME_PLACE * any(frame.where for frame in picture.frames)
 
 
-def _pieces(nodes: Sequence[str], layout: Layout, title: float) -> list[Rect]:
+def _pieces(nodes: Sequence[str], layout: DrawnLayout, title: float) -> list[Rect]:
     members, others = device_frames.members_of(layout.boxes, nodes)
     found = device_frames.pieces(members, others, reach=300.0)
     return [piece.grown(FRAME_PAD, FRAME_PAD + title - 3, FRAME_PAD) for piece in found]
 
 
-def _frame(shade: int, frame: Frame, rect: Rect) -> str:
+def _frame(shade: int, frame: DeviceFrame, rect: Rect) -> str:
     told = " · ".join(filter(None, (frame.label, frame.where)))
     return (
         f'<g class="frame frame{shade % len(theme.LIGHT_FRAMES)}"><title>{xml(told)}</title>'
@@ -261,7 +263,7 @@ def _frame(shade: int, frame: Frame, rect: Rect) -> str:
     )
 
 
-def _frame_label(shade: int, frame: Frame, rect: Rect) -> str:
+def _frame_label(shade: int, frame: DeviceFrame, rect: Rect) -> str:
     texts = [
         f'<text{kind} x="{_n(rect.left + 10)}" y="{_n(rect.top + 14 + at * FRAME_PLACE)}">'
         f"{xml(shorten(text, FRAME_LENGTH))}</text>"

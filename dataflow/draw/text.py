@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dataflow.draw.picture import Box, Frame, Picture, column_lines
+from dataflow.draw.picture import DeviceFrame, OperatorBox, Picture, column_lines
 from dataflow.draw.theme import LIGHT, LIGHT_FRAMES, LIGHT_LANES
 from dataflow.draw.words import dot, mermaid, yaml
 
@@ -83,15 +83,15 @@ def to_plain(picture: Picture) -> str:
     return "\n".join(lines)
 
 
-def _label(box: Box) -> str:
+def _label(box: OperatorBox) -> str:
     return "\n".join([box.name, *([box.subtitle] if box.subtitle else []), *box.knobs])
 
 
-def _where(frame: Frame) -> str:
+def _where(frame: DeviceFrame) -> str:
     return "\n".join(filter(None, (frame.label, frame.where)))
 
 
-def _clusters(picture: Picture) -> list[tuple[int, Frame, list[str]]]:
+def _clusters(picture: Picture) -> list[tuple[int, DeviceFrame, list[str]]]:
     """Frames (with their number) in linked pieces, each node in the first that names it."""
     beside: dict[str, list[str]] = {}
     for wire in picture.wires:

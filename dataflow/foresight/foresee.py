@@ -13,7 +13,7 @@ import numpy as np
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts_of, decoder_of
-from dataflow.foresight.generation import Replica, generate, prefill, sustain
+from dataflow.foresight.generation import GeneratorReplica, generate, prefill, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
@@ -314,7 +314,7 @@ def _cut(operator: Operator, placement: Placement, ground: Foreground) -> str:
     return f"{placement.replicas // stages} x {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def _generation(replica: Replica, rollouts: float, ground: Foreground, of: float) -> tuple[float, float]:
+def _generation(replica: GeneratorReplica, rollouts: float, ground: Foreground, of: float) -> tuple[float, float]:
     """Seconds in which a replica makes so many, of those that all make, and how many it decodes at once."""
     rates, prompt = ground.constants.generator, ground.workload.prompt_tokens
     slots = float(ground.generator.traits.slots)

@@ -55,7 +55,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Seen:
+class SeenRun:
     """One run."""
 
     path: Path
@@ -104,7 +104,7 @@ class Seen:
         return float(sum(line["computed_tokens"] for line in self.steps) / sum(there))
 
 
-def look(path: Path) -> Seen:
+def look(path: Path) -> SeenRun:
     """Read a run folder. GraphError where it lacks what a calibration needs: what, and what to do."""
     folder = RunFolder.open(path)
     graph, config = described(folder)
@@ -134,7 +134,7 @@ def look(path: Path) -> Seen:
             f"run '{path}' has no activity.jsonl with what its nodes did; it was made by an earlier version, or was "
             f"too short: take a run of some ten seconds"
         )
-    return Seen(
+    return SeenRun(
         path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
         max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
         prompts_per_step=int(counted[0]["groups"]), prompt_tokens=prompt, lengths=lengths, stretches=found,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.agent.workload import Workload
+from dataflow.agent.workload import ForkWorkload
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.faults import Faults
-from dataflow.folder.snapshot import Snapshot
+from dataflow.folder.snapshot import SnapshotFile
 from dataflow.folder.swaps import latest
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
@@ -68,7 +68,7 @@ class Scheduler:
         if server is None:
             made = RunKeys.make() if settings.listen else None
             keys = made.to_plain() if made else {}
-            work = Workload.of(graph, plan)
+            work = ForkWorkload.of(graph, plan)
             server = ControlServer(
                 work.main, work.environment, work.preload, settings.listen, made, successor,
                 f"{settings.folder}/logs" if settings.folder else "",
@@ -81,7 +81,7 @@ class Scheduler:
             self.table.take_up(left["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
         self._server, self.check = server, server.check
-        self.snapshot = Snapshot(server.left, {"table": self.table.to_plain}, server.number, self._clock)
+        self.snapshot = SnapshotFile(server.left, {"table": self.table.to_plain}, server.number, self._clock)
         server.ahead, server.told = self._leave_snapshot, self.notices.append
         self.stall_watch = StallWatch(self.table, server.send, settings, clock)
         self._asking = Asking(

@@ -26,7 +26,7 @@ _DOING = {"first_evaluation": "first evaluation", "last_evaluation": "last evalu
 _DRAINING = "stopping after the step under way"
 
 
-class Watch:
+class ProgressWatch:
     """Reports in, snapshots out.
 
     consumes: the heartbeats of all workers, the lines of metrics.jsonl

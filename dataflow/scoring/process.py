@@ -27,7 +27,7 @@ class Piece:
 
 
 @dataclass
-class Chunk:
+class CallChunk:
     """Calls of a job that a process has."""
 
     job: int
@@ -39,17 +39,17 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Frame:
+class AnswerFrame:
     """Answers to some calls of a chunk, in the numbers of its job."""
 
-    chunk: Chunk
+    chunk: CallChunk
     calls: list[int]
     failures: dict[int, str]
     body: bytes = b""
     """What those gave that did not fail."""
 
 
-class Process:
+class PoolProcess:
     """One process as its owner sees it; replaced in place when it ends and another is forked."""
 
     def __init__(self, number: int, progress: memoryview, concurrency: int, window: int) -> None:
@@ -69,9 +69,9 @@ class Process:
         self.pid = 0
         self.base_kb = 0
         self.cause = ""
-        self.late: list[tuple[Chunk, int]] = []
+        self.late: list[tuple[CallChunk, int]] = []
         self.idle_since: float | None = None
-        self.chunks: dict[int, Chunk] = {}
+        self.chunks: dict[int, CallChunk] = {}
 
     @property
     def open_calls(self) -> int:
@@ -86,7 +86,7 @@ class Process:
     def send(self, number: int, piece: Piece, encode: Encode) -> None:
         """Give it calls; `encode` says with what they are made."""
         calls = set(range(piece.start, piece.stop))
-        self.chunks[number] = Chunk(piece.job, piece.start, calls, piece.is_alone, time.monotonic())
+        self.chunks[number] = CallChunk(piece.job, piece.start, calls, piece.is_alone, time.monotonic())
         self.idle_since = None
         if self.channel is not None:
             with contextlib.suppress(OSError):  # that it is gone shows when reading
@@ -98,17 +98,17 @@ class Process:
         with contextlib.suppress(OSError):
             self.channel.flush()
 
-    def read(self) -> tuple[list[Frame], bool]:
+    def read(self) -> tuple[list[AnswerFrame], bool]:
         """Answers that came, and whether it is gone or writes nonsense."""
         assert self.channel is not None
-        frames: list[Frame] = []
+        frames: list[AnswerFrame] = []
         try:
             frames.extend(map(self._frame, self.channel.arrived()))
         except (EOFError, OSError, KeyError, ValueError):
             return frames, True
         return frames, False
 
-    def _frame(self, answers: Any) -> Frame:
+    def _frame(self, answers: Any) -> AnswerFrame:
         assert self.channel is not None
         if not isinstance(answers, Answers) or not self.channel.bodies:
             raise ValueError("no answers")
@@ -120,9 +120,9 @@ class Process:
         if not chunk.open:
             del self.chunks[answers.chunk]
         self.idle_since = None
-        return Frame(chunk, calls, {call + chunk.start: text for call, text in answers.failures.items()}, body)
+        return AnswerFrame(chunk, calls, {call + chunk.start: text for call, text in answers.failures.items()}, body)
 
-    def running(self, before_ns: int | None = None) -> list[tuple[Chunk, int]]:
+    def running(self, before_ns: int | None = None) -> list[tuple[CallChunk, int]]:
         """Calls that are being made; only those begun before a time of the monotonic clock, if given."""
         progress, running = self._progress, []
         for source in self._sources:
@@ -147,7 +147,7 @@ class Process:
         return memory_kb(self.pid) - self.base_kb if self.pid else 0
 
 
-def pieces_of(chunks: Iterable[Chunk]) -> list[Piece]:
+def pieces_of(chunks: Iterable[CallChunk]) -> list[Piece]:
     """The open calls of some chunks as pieces, neighbours together."""
     pieces: list[Piece] = []
     for chunk in chunks:

@@ -29,7 +29,7 @@ CONTEXT_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltEngine:
     """An engine, and what is needed to speak with it in text."""
 
     engine: DecodingEngine
@@ -50,7 +50,7 @@ def build_native(
     model: torch.nn.Module | None = None,
     sliced: Sliced | None = None,
     merged: Merged | None = None,
-) -> Built:
+) -> BuiltEngine:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be used.
 
     `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised. `merged`: what brings
@@ -86,7 +86,7 @@ def build_native(
         tensors=None if intake is None else intake.tensors,
         on_adopt=None if intake is None else intake.adopted,
     )
-    return Built(engine, tokenizer, ends, native=engine)
+    return BuiltEngine(engine, tokenizer, ends, native=engine)
 
 
 def sampling_of(declaration: GeneratorKnobs) -> Sampling:

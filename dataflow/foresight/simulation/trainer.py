@@ -16,7 +16,7 @@ from dataflow.rules.room import queue_prompts, row_room
 from dataflow.staleness import sweep
 
 
-class Trainer:
+class SimulatedTrainer:
     """All its ranks, which work together."""
 
     def __init__(

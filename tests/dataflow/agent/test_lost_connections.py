@@ -7,20 +7,20 @@ from rigs.cable import Cable
 from rigs.machine import wait_until
 
 from dataflow.agent.forkserver_messages import Alive, Kill
-from dataflow.agent.line import Line
 from dataflow.agent.messages import Failed
+from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.system.security import RunKeys
 from transport import numbered
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentsSocket, Cable, Line]]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentsSocket, Cable, SchedulerSocket]]:
     monkeypatch.setattr(numbered, "AGAIN_S", 0.1)
     keys = RunKeys.make()
     scheduler = AgentsSocket("127.0.0.1", keys)
     cable = Cable(scheduler.address)
-    line = Line(cable.address, keys, "h1/1")
+    line = SchedulerSocket(cable.address, keys, "h1/1")
     yield scheduler, cable, line
     line.close()
     cable.close()
@@ -28,7 +28,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentsSocket, Cable,
 
 
 def test_nothing_is_lost_or_said_twice_when_a_connection_is_replaced(
-    ends: tuple[AgentsSocket, Cable, Line],
+    ends: tuple[AgentsSocket, Cable, SchedulerSocket],
 ) -> None:
     scheduler, cable, line = ends
     by_agent: list[str] = []

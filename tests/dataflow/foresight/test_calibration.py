@@ -12,12 +12,12 @@ from dataflow.errors import GraphError
 from dataflow.foresight.calibration import calibrate, described, read_constants, to_plain
 from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import Replica
+from dataflow.foresight.generation import GeneratorReplica
 from dataflow.foresight.least_squares import non_negative
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Rates
 from dataflow.foresight.scenarios import exchanges_of
-from dataflow.foresight.seen import Decoded, Seen, Stretch
+from dataflow.foresight.seen import Decoded, SeenRun, Stretch
 from dataflow.foresight.training import BACKWARD, Learners
 from transport.weights.costs.decoder import Decoder
 
@@ -41,10 +41,10 @@ def made_run(
     gpus: int = 0,
     prompts: int = PROMPTS,
     ranks: int = 1,
-) -> Seen:
+) -> SeenRun:
     """A run whose operators took exactly what these rates say."""
     cpu = device_kind("cpu")
-    replica = Replica(model=model, kind=cpu, dtype="float32", tensor_parallel=ranks)
+    replica = GeneratorReplica(model=model, kind=cpu, dtype="float32", tensor_parallel=ranks)
     learners = Learners(model=model, kind=cpu, ranks=ranks, dtype="float32")
     rollouts, stretches = GROUP * prompts, []
     for number in range(1, 7):
@@ -74,7 +74,7 @@ def made_run(
         "computed_tokens": computed, "seconds_forward_backward": passes_s,
         "seconds_optimizer": once_s / 4, "seconds_record": once_s / 2, "seconds_publish": once_s / 4,
     }  # fmt: skip
-    return Seen(
+    return SeenRun(
         path=Path(name), generator="generator", trainer="trainer", model=model, max_staleness=0, group_size=GROUP,
         placed={node: {"ranks": ranks, "replicas": 1, "gpus": gpus} for node in ("generator", "trainer", "reward")},
         prompts_per_step=prompts, prompt_tokens=PROMPT, lengths=Lengths.of([mean]),
@@ -104,7 +104,7 @@ def test_runs_of_several_sizes_give_back_the_constants_that_made_them() -> None:
 def test_a_run_whose_batch_empties_tells_the_seconds_of_a_step_from_those_of_a_rollout() -> None:
     model = sized(2, 128)
     replica, run = (
-        Replica(model=model, kind=device_kind("cpu"), dtype="float32"),
+        GeneratorReplica(model=model, kind=device_kind("cpu"), dtype="float32"),
         made_run(sized(2, 128), mean=8.0, batch=50.0, name="a"),
     )
 

@@ -14,9 +14,9 @@ import pytest
 
 from dataflow.agent.digest import versions
 from dataflow.agent.forkserver_messages import Alive, End, Handed, Kill, Notice, Spawn, Stay
-from dataflow.agent.line import Line
 from dataflow.agent.messages import Begin, Built, Bye, Failed, HandedOver, HandOver, Join, Pause, Paused, Refused
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
+from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.host_agent import HostAgent, Questions
@@ -35,7 +35,7 @@ class PlayedAgent:
     """Speaks for a host."""
 
     def __init__(self, agents: Agents, name: str, keys: RunKeys = KEYS, **facts: Any) -> None:
-        self.line = Line(agents.address, keys, f"{name}/{id(self)}")
+        self.line = SchedulerSocket(agents.address, keys, f"{name}/{id(self)}")
         self.said: list[Any] = []
         self.join = dataclasses.replace(JOIN, name=name, **facts)
         self.line.say(self.join)

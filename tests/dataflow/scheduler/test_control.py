@@ -21,7 +21,7 @@ from dataflow.scheduler import control
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Launch
-from dataflow.scheduler.progress import Watch
+from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.requests import TellFacts
 from dataflow.scheduler.table import Life
 from dataflow.system.messages import MessageError
@@ -547,7 +547,7 @@ def mutated(rng: np.random.Generator, value: Any) -> Any:
 
 def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:
     run, rng, heard = play().begin(), np.random.default_rng(14), 0
-    watch = Watch(run.run.table.graph, run.run.table.plan, RunFolder(run.folder), 10, lambda: run.now)
+    watch = ProgressWatch(run.run.table.graph, run.run.table.plan, RunFolder(run.folder), 10, lambda: run.now)
     for _ in range(800):
         node = ("trainer", "generator", "eval", "prompts")[int(rng.integers(4))]
         messages: list[FromWorker] = [
