@@ -280,7 +280,7 @@ def run(
         )  # fmt: skip
         terminal = os.dup(2) if standby else None
         if terminal is not None:
-            what = dataclasses.replace(what, successor=partial(_stand_in, what, terminal))
+            what = dataclasses.replace(what, standby=partial(_stand_in, what, terminal))
         try:
             outcome = execute(what)
         except Replaced:

@@ -36,8 +36,8 @@ class ForwardEdge:
 
     tail: str
     head: str
-    lane: int = 0
-    """Which of the parallel lanes; lane 0 is kept straightest."""
+    stream: int = 0
+    """Which of the parallel streams; stream 0 is kept straightest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class Spacing:
     """Least distance between two layers."""
     row: float = 30.0
     """Least distance between two boxes of a layer."""
-    lane: float = 7.0
-    """Distance between parallel lanes."""
+    stream: float = 7.0
+    """Distance between parallel streams."""
     outer: float = 24.0
     """Distance between the boxes and the nearest back edge."""
     track: float = 22.0

@@ -39,9 +39,9 @@ def _facts(picture: Picture, box: OperatorBox) -> dict[str, Any]:
     for wire in picture.wires:
         columns = {name: str(arrow) for name, arrow in wire.columns.items()}
         if wire.head == box.name:
-            arriving.setdefault(wire.lane, {}).update(columns)
+            arriving.setdefault(wire.stream, {}).update(columns)
         if wire.tail == box.name:
-            leaving.setdefault(wire.lane, {}).update(columns)
+            leaving.setdefault(wire.stream, {}).update(columns)
             added.update(dict.fromkeys(wire.added))
     uses = box.operator.uses
     return {
@@ -67,13 +67,13 @@ def _model(model: Model) -> str:
     return f"{model.name} ({', '.join(facts)})"
 
 
-def _by_columns(title: str, lanes: dict[str, Columns]) -> list[tuple[str, Columns]]:
-    """One table for all lanes that carry the same columns."""
+def _by_columns(title: str, streams: dict[str, Columns]) -> list[tuple[str, Columns]]:
+    """One table for all streams that carry the same columns."""
     found: list[tuple[list[str], Columns]] = []
-    for lane, columns in lanes.items():
+    for stream, columns in streams.items():
         same = next((names for names, other in found if other == columns), None)
         if same is None:
-            found.append(([lane], columns))
+            found.append(([stream], columns))
         else:
-            same.append(lane)
+            same.append(stream)
     return [(f"{title}, rows of {', '.join(names)}", columns) for names, columns in found]

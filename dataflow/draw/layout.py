@@ -65,9 +65,9 @@ class _Grid:
         self.after: list[list[int]] = [[] for _ in sizes]
         self.pulls: list[dict[int, float]] = [{} for _ in sizes]
         self.chains: dict[tuple[str, str], list[int]] = {}
-        lanes: dict[tuple[str, str], list[int]] = {}
+        streams: dict[tuple[str, str], list[int]] = {}
         for link in links:
-            lanes.setdefault((link.tail, link.head), []).append(link.lane)
+            streams.setdefault((link.tail, link.head), []).append(link.stream)
         for name in _depth_first(list(sizes), pairs):
             self.rows[layer[name]].append(index[name])
         bends = sum(layer[head] - layer[tail] - 1 for tail, head in pairs)
@@ -75,8 +75,8 @@ class _Grid:
             skipped = range(layer[tail] + 1, layer[head])
             if skipped and bends > MOST_BENDS:
                 continue
-            chain = [self._bend(at, len(lanes[tail, head]), spacing) for at in skipped]
-            pull = sum(8.0 if lane == 0 else 1.0 for lane in lanes[tail, head])
+            chain = [self._bend(at, len(streams[tail, head]), spacing) for at in skipped]
+            pull = sum(8.0 if stream == 0 else 1.0 for stream in streams[tail, head])
             for left, right in pairwise([index[tail], *chain, index[head]]):
                 inner = (left >= self.boxes) + (right >= self.boxes)
                 self._connect(left, right, pull * (1.0, 2.0, 8.0)[inner])
@@ -93,8 +93,8 @@ class _Grid:
             pulls=self.pulls,
         )
 
-    def _bend(self, at: int, lanes: int, spacing: Spacing) -> int:
-        height = spacing.lane * (lanes - 1)
+    def _bend(self, at: int, streams: int, spacing: Spacing) -> int:
+        height = spacing.stream * (streams - 1)
         self.sizes.append(Size(width=0.0, height=height))
         self.before.append([])
         self.after.append([])

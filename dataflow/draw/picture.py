@@ -1,4 +1,4 @@
-"""What a picture shows of a graph, as plain values: boxes, wires, lanes and frames."""
+"""What a picture shows of a graph, as plain values: boxes, wires, streams and frames."""
 
 import functools
 import types
@@ -60,11 +60,11 @@ class OperatorBox:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnEdge:
-    """Rows of one lane from one operator to another."""
+    """Rows of one stream from one operator to another."""
 
     tail: str
     head: str
-    lane: str
+    stream: str
     columns: Mapping[str, Any]
     """Name to Arrow type of what travels here."""
     added: tuple[str, ...]
@@ -98,8 +98,8 @@ class Picture:
     boxes: tuple[OperatorBox, ...]
     wires: tuple[DrawnEdge, ...]
     loops: tuple[Loop, ...]
-    lanes: tuple[str, ...]
-    """Names of the lanes, in the order in which they are first met."""
+    streams: tuple[str, ...]
+    """Names of the streams, in the order in which they are first met."""
     frames: tuple[DeviceFrame, ...]
     title: str
 
@@ -125,20 +125,20 @@ def read(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | N
                 )
             )  # fmt: skip
         else:
-            columns, lane = data.get("columns") or {}, str(data.get("source", key))
+            columns, stream = data.get("columns") or {}, str(data.get("source", key))
             added = tuple(data.get("added") or ())
-            wires.append(DrawnEdge(tail=tail, head=head, lane=lane, columns=dict(columns), added=added))
+            wires.append(DrawnEdge(tail=tail, head=head, stream=stream, columns=dict(columns), added=added))
     sources = [box.name for box in boxes if box.role == "source"]
-    found = dict.fromkeys(wire.lane for wire in wires)
-    lanes = [name for name in sources if name in found]
-    lanes += [lane for lane in found if lane not in lanes]
+    found = dict.fromkeys(wire.stream for wire in wires)
+    streams = [name for name in sources if name in found]
+    streams += [stream for stream in found if stream not in streams]
     names = {box.name for box in boxes}
     kept = [DeviceFrame(f.label, tuple(n for n in dict.fromkeys(f.nodes) if n in names), f.where) for f in frames or ()]
     return Picture(
         boxes=boxes,
         wires=tuple(wires),
         loops=tuple(loops),
-        lanes=tuple(lanes),
+        streams=tuple(streams),
         frames=tuple(frame for frame in kept if frame.nodes),
         title=title or "",
     )

@@ -31,10 +31,10 @@ def render(picture: Picture) -> str:
         spacing = Spacing(gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + title)
     indent = 8.0 + FRAME_PAD * bool(picture.frames)
     sizes = {
-        box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.lane, indent)
+        box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.stream, indent)
         for box in picture.boxes
     }
-    links = [ForwardEdge(tail=w.tail, head=w.head, lane=picture.lanes.index(w.lane)) for w in picture.wires]
+    links = [ForwardEdge(tail=w.tail, head=w.head, stream=picture.streams.index(w.stream)) for w in picture.wires]
     backs = [BackEdge(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops]
     layout = arrange(sizes, links, backs, spacing)
     wider = _widened(picture, layout, sizes)
@@ -50,12 +50,12 @@ def _document(picture: Picture, layout: DrawnLayout, columns: Sequence[str], spa
     framed = [_pieces(frame.nodes, layout, _title(picture)) for frame in picture.frames]
     for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
         body += [_frame(shade, frame, rect) for rect in found]
-    many = len(picture.lanes) > 1
+    many = len(picture.streams) > 1
     led: set[tuple[str, str]] = set()
     for wire, points in reversed(list(zip(picture.wires, layout.links, strict=True))):
-        colour = f"lane{picture.lanes.index(wire.lane) % len(theme.LIGHT_LANES)}" if many else "lane"
-        body.append(_link(wire, points[1:] if (wire.tail, wire.lane) in led else points, colour))
-        led.add((wire.tail, wire.lane))
+        colour = f"stream{picture.streams.index(wire.stream) % len(theme.LIGHT_STREAMS)}" if many else "stream"
+        body.append(_link(wire, points[1:] if (wire.tail, wire.stream) in led else points, colour))
+        led.add((wire.tail, wire.stream))
     for loop, route in zip(picture.loops, layout.backs, strict=True):
         body.append(_back(f"{loop.tail} → {loop.head}: {loop.label}", route))
     for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
@@ -105,7 +105,7 @@ def _by_tail(picture: Picture) -> dict[str, list[DrawnEdge]]:
 
 
 def _labels(wires: Sequence[DrawnEdge]) -> tuple[list[str], list[str]]:
-    """Lines over and under the trunk: one label where all lanes carry the same new columns, else two."""
+    """Lines over and under the trunk: one label where all streams carry the same new columns, else two."""
     kinds = [kind for kind in dict.fromkeys(wire.added for wire in wires) if kind]
     if len(kinds) > 2:
         kinds = [tuple(dict.fromkeys(name for kind in kinds for name in kind))]
@@ -114,7 +114,7 @@ def _labels(wires: Sequence[DrawnEdge]) -> tuple[list[str], list[str]]:
 
 
 def _size(
-    box: OperatorBox, wires: Sequence[DrawnEdge], labels: tuple[list[str], list[str]], lane: float, indent: float
+    box: OperatorBox, wires: Sequence[DrawnEdge], labels: tuple[list[str], list[str]], stream: float, indent: float
 ) -> Size:
     above, below = labels
     width = max(
@@ -125,14 +125,14 @@ def _size(
         + [mono_width(line, CODE) for line in box.knobs]
     )
     height = 2 * 10 + 14 + (13 if box.subtitle else 0) + (len(box.knobs) * LINE + 8 if box.knobs else 0)
-    lanes = (len({wire.lane for wire in wires}) - 1) / 2 * lane if wires else 0.0
+    streams = (len({wire.stream for wire in wires}) - 1) / 2 * stream if wires else 0.0
     text = max([mono_width(line, CODE) for line in (*above, *below)], default=0.0)
     return Size(
         width=max(width + 2 * PAD + 4, 76.0),
         height=height,
         trunk=text + indent + 8 if text else 8.0 * bool(wires),
-        label_above=len(above) * 11.5 + 8 + lanes if above else 0.0,
-        label_below=len(below) * 11.5 + 8 + lanes if below else 0.0,
+        label_above=len(above) * 11.5 + 8 + streams if above else 0.0,
+        label_below=len(below) * 11.5 + 8 + streams if below else 0.0,
     )
 
 
@@ -185,7 +185,7 @@ def _link(wire: DrawnEdge, points: Sequence[Point], colour: str) -> str:
         else:
             middle = (x0 + x1) / 2
             path += f"C{_n(middle)} {_n(y0)} {_n(middle)} {_n(y1)} {_n(x1)} {_n(y1)}"
-    text = f"{wire.tail} → {wire.head} ({wire.lane}): {', '.join(wire.columns)}"
+    text = f"{wire.tail} → {wire.head} ({wire.stream}): {', '.join(wire.columns)}"
     head = f"M{_n(end[0])} {_n(end[1])}l{_n(-ARROW - 1)} -3.4v6.8z"
     return (
         f'<g class="link {colour}"><title>{xml(text)}</title><path class="line" d="{path}"/>'
@@ -274,9 +274,10 @@ def _frame_label(shade: int, frame: DeviceFrame, rect: Rect) -> str:
 
 def _legend(picture: Picture, x: float, y: float) -> tuple[list[str], float]:
     entries = []
-    if len(picture.lanes) > 1:
+    if len(picture.streams) > 1:
         entries = [
-            (f"link lane{at % len(theme.LIGHT_LANES)}", f"rows of {lane}") for at, lane in enumerate(picture.lanes[:8])
+            (f"link stream{at % len(theme.LIGHT_STREAMS)}", f"rows of {stream}")
+            for at, stream in enumerate(picture.streams[:8])
         ]
     if picture.loops and entries:
         entries.append(("weights", "weights"))

@@ -105,7 +105,7 @@ class Foreground:
         operator, placement = self.generator, self.made.placements[self.generator.name]
         assert operator.uses is not None, "a generator has a model"
         stages = self.cut(operator.name, "pipeline")
-        kind, dtype = self.kind(operator.name, number * stages), operator.narrow or self.dtype
+        kind, dtype = self.kind(operator.name, number * stages), operator.quantized or self.dtype
         way = (kind, placement.ranks, dtype)
         if way not in self.measured:
             decoder = decoder_of(operator.uses.source)

@@ -140,7 +140,7 @@ class RunSpec:
     """The workers that do it already."""
     server: ControlServer | None = None
     """That speaks to the agents of the run's hosts, which are ready; None: all workers are on this machine."""
-    successor: Callable[[], int] | None = None
+    standby: Callable[[], int] | None = None
     """What takes the scheduler's place when it dies; as `ControlServer` has it."""
 
 
@@ -222,7 +222,7 @@ def _scheduler(run: RunSpec, watch: ProgressWatch, clock: RunClock) -> Scheduler
         return Scheduler(
             run.graph, run.plan, run.settings, clock=clock, server=run.taken.server, left=run.taken.left
         )  # fmt: skip
-    made = Scheduler(run.graph, run.plan, run.settings, clock=clock, server=run.server, successor=run.successor)
+    made = Scheduler(run.graph, run.plan, run.settings, clock=clock, server=run.server, standby=run.standby)
     if run.begun.steps:
         made.table.run.go_on(run.begun.steps, run.begun.rounds)
     return made

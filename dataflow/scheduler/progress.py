@@ -95,7 +95,7 @@ class ProgressWatch:
         }  # fmt: skip
 
     def to_plain(self) -> dict[str, Any]:
-        """What a successor cannot find out, times on the machine's clock; `take_up` gives it back."""
+        """What the next scheduler cannot find out, times on the machine's clock; `take_up` gives it back."""
         return {"began": self._began, "training": self._training, "trained": self._trained}
 
     def take_up(self, plain: Mapping[str, Any]) -> None:

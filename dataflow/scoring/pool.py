@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from dataflow.errors import WorkerDied
 from dataflow.scoring.calls import CALLS, PoolSettings
-from dataflow.scoring.process import AnswerFrame, CallChunk, Encode, Piece, PoolProcess, memory_kb, pieces_of
+from dataflow.scoring.process import AnswerFrame, CallChunk, CallRange, Encode, PoolProcess, memory_kb, pieces_of
 from dataflow.scoring.server import (
-    LANE_WORDS,
+    PROGRESS_FIELDS,
     EndProcess,
     ForkProcess,
     Lost,
@@ -70,11 +70,11 @@ class Pool:
         """Fork the server and its processes; raises OSError when the machine has no room for them."""
         self.restarts = 0
         self._settings = settings
-        words = settings.processes * settings.concurrency * LANE_WORDS
+        words = settings.processes * settings.concurrency * PROGRESS_FIELDS
         self._progress = memoryview(mmap.mmap(-1, words * 8)).cast("q")
         self._selector = selectors.DefaultSelector()
         self._jobs: dict[int, _Job] = {}
-        self._pending: deque[Piece] = deque()
+        self._pending: deque[CallRange] = deque()
         self._answers: list[Answer] = []
         self._orders: deque[float] = deque()
         self._next_job = self._next_chunk = self._deaths = self._blameless = 0
@@ -110,7 +110,7 @@ class Pool:
         self._next_job += 1
         if calls:
             self._jobs[job] = _Job(encode, calls)
-            self._pending.append(Piece(job, 0, calls))
+            self._pending.append(CallRange(job, 0, calls))
             self._assign()
         return job
 
@@ -216,13 +216,13 @@ class Pool:
             self._pending.popleft()
             stop = min(piece.stop, piece.start + process.window - process.open_calls)
             if stop < piece.stop:
-                self._pending.appendleft(Piece(piece.job, stop, piece.stop))
-            piece = Piece(piece.job, piece.start, stop, piece.is_alone)
+                self._pending.appendleft(CallRange(piece.job, stop, piece.stop))
+            piece = CallRange(piece.job, piece.start, stop, piece.is_alone)
             process.send(self._next_chunk, piece, self._jobs[piece.job].encode)
             self._next_chunk += 1
             self._listen(process)
 
-    def _taker(self, piece: Piece) -> PoolProcess | None:
+    def _taker(self, piece: CallRange) -> PoolProcess | None:
         """The process with the most room for it; none while a call is alone in the pool, or waits to be."""
         best, most = None, 0
         for process in self._processes:
@@ -317,7 +317,7 @@ class Pool:
         if not accused and len(left) == 1 and not any(process.late for process in processes):
             accused = left
         cause = "".join(process.cause for process in processes)
-        apart: list[Piece] = []
+        apart: list[CallRange] = []
         for chunk, call in accused:
             deaths = self._jobs[chunk.job].deaths
             deaths[call] = deaths.get(call, 0) + 1
@@ -327,7 +327,7 @@ class Pool:
                 self._fail(chunk, call, cause or self._how_it_ended(status))
             else:
                 chunk.open.discard(call)
-                apart.append(Piece(chunk.job, call, call + 1, is_alone=True))
+                apart.append(CallRange(chunk.job, call, call + 1, is_alone=True))
         if not accused and (self._deaths >= _DEATHS or status is None):
             for chunk in chunks:
                 chunk.is_alone = True

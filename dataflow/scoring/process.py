@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.scoring.calls import Answers, Calls
-from dataflow.scoring.server import LANE_WORDS
+from dataflow.scoring.server import PROGRESS_FIELDS
 from dataflow.system.channel import Channel
 
 Encode = Callable[[int, int], bytes]
@@ -16,7 +16,7 @@ Encode = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True)
-class Piece:
+class CallRange:
     """Calls of a job that wait for a process."""
 
     job: int
@@ -54,8 +54,8 @@ class PoolProcess:
 
     def __init__(self, number: int, progress: memoryview, concurrency: int, window: int) -> None:
         self.number = number
-        width = concurrency * LANE_WORDS
-        self._sources = range(number * width, (number + 1) * width, LANE_WORDS)
+        width = concurrency * PROGRESS_FIELDS
+        self._sources = range(number * width, (number + 1) * width, PROGRESS_FIELDS)
         self._progress = progress
         self.window = window
         self.channel: Channel[Any] | None = None
@@ -83,7 +83,7 @@ class PoolProcess:
         """Whether it has a call that must stay alone."""
         return any(chunk.is_alone for chunk in self.chunks.values())
 
-    def send(self, number: int, piece: Piece, encode: Encode) -> None:
+    def send(self, number: int, piece: CallRange, encode: Encode) -> None:
         """Give it calls; `encode` says with what they are made."""
         calls = set(range(piece.start, piece.stop))
         self.chunks[number] = CallChunk(piece.job, piece.start, calls, piece.is_alone, time.monotonic())
@@ -127,9 +127,9 @@ class PoolProcess:
         progress, running = self._progress, []
         for source in self._sources:
             if progress[source] >= 0 and (before_ns is None or progress[source + 2] < before_ns):
-                number, call, _ = seen = progress[source : source + LANE_WORDS].tolist()
+                number, call, _ = seen = progress[source : source + PROGRESS_FIELDS].tolist()
                 chunk = self.chunks.get(number)
-                is_steady = seen == progress[source : source + LANE_WORDS].tolist()
+                is_steady = seen == progress[source : source + PROGRESS_FIELDS].tolist()
                 if is_steady and chunk is not None and chunk.start + call in chunk.open:
                     running.append((chunk, chunk.start + call))
         return running
@@ -147,16 +147,16 @@ class PoolProcess:
         return memory_kb(self.pid) - self.base_kb if self.pid else 0
 
 
-def pieces_of(chunks: Iterable[CallChunk]) -> list[Piece]:
+def pieces_of(chunks: Iterable[CallChunk]) -> list[CallRange]:
     """The open calls of some chunks as pieces, neighbours together."""
-    pieces: list[Piece] = []
+    pieces: list[CallRange] = []
     for chunk in chunks:
         for call in sorted(chunk.open):
             last = pieces[-1] if pieces else None
             if last and not chunk.is_alone and (last.job, last.stop, last.is_alone) == (chunk.job, call, False):
-                pieces[-1] = Piece(chunk.job, last.start, call + 1)
+                pieces[-1] = CallRange(chunk.job, last.start, call + 1)
             else:
-                pieces.append(Piece(chunk.job, call, call + 1, chunk.is_alone))
+                pieces.append(CallRange(chunk.job, call, call + 1, chunk.is_alone))
     return pieces
 
 

@@ -17,7 +17,7 @@ from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, ended_within, fork
 from dataflow.system.messages import Codec
 
-LANE_WORDS = 3
+PROGRESS_FIELDS = 3
 _SEND_S = 10.0
 _LOOK_S = 1.0
 _LAST_BREATH_S = 0.1
@@ -123,9 +123,9 @@ def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Po
 def _spawn(end: int, number: int, progress: memoryview, settings: PoolSettings) -> Forked:
     def make() -> int:
         _limit_memory(settings.memory_mb)
-        width = settings.concurrency * LANE_WORDS
-        starts = range(number * width, (number + 1) * width, LANE_WORDS)
-        sources = [progress[start : start + LANE_WORDS] for start in starts]
+        width = settings.concurrency * PROGRESS_FIELDS
+        starts = range(number * width, (number + 1) * width, PROGRESS_FIELDS)
+        sources = [progress[start : start + PROGRESS_FIELDS] for start in starts]
         with contextlib.suppress(OSError, EOFError):
             make_calls(Channel(socket.socket(fileno=end), CALLS, math.inf), sources, settings)
         return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.graph import Graph
 from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.planning.plan import Plan
-from dataflow.planning.wiring import Edge, edges, narrow_format
+from dataflow.planning.wiring import Edge, edges, quantized_format
 from dataflow.records import schema
 from dataflow.structure import readers_of, refresh_of
 from dataflow.system.security import RunKeys, again_at, reachable
@@ -289,8 +289,8 @@ class Ports:
 
         model = self._graph.operators[trainer].uses
         assert model is not None, "a trainer has a model"
-        quantized = None if refresh else narrow_format(self._graph, trainer)
-        names = readers_of(self._graph, trainer)[0].narrow_tensors() if quantized else None
+        quantized = None if refresh else quantized_format(self._graph, trainer)
+        names = readers_of(self._graph, trainer)[0].quantized_tensors() if quantized else None
         return Encoding(dtype=model.dtype, quantized=quantized, names=names)
 
 

@@ -66,7 +66,7 @@ def build_native(
     if declaration.weights != "model":
         intake = quantise(
             model, declaration.weights, adopt="view" if context.device == "cpu" and sliced is None else "copy",
-            arrives_quantised=context.narrow is not None, sliced=sliced,
+            arrives_quantised=context.quantized is not None, sliced=sliced,
         )  # fmt: skip
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = stops_of(declaration, tokenizer, model, vocabulary)

@@ -69,9 +69,9 @@ class Evaluate(Sink):
     pass
 
 
-def data(graph: nx.MultiDiGraph, tail: str, head: str, lane: str, *added: str) -> None:
+def data(graph: nx.MultiDiGraph, tail: str, head: str, stream: str, *added: str) -> None:
     columns = {name: pa.float64() for name in ("prompt", *added)}
-    graph.add_edge(tail, head, key=lane, plane="data", lane=lane, columns=columns, added=added)
+    graph.add_edge(tail, head, key=stream, plane="data", stream=stream, columns=columns, added=added)
 
 
 def weights(graph: nx.MultiDiGraph, tail: str, head: str, model: Model, max_staleness: int) -> None:
@@ -95,9 +95,9 @@ def aipo_with_evaluation() -> nx.MultiDiGraph:
         Train(model, partial(max, default=4.0), name="trainer"),
         Evaluate(name="evaluate"),
     )
-    for lane in ("prompts", "held_out"):
-        data(graph, lane, "generator", lane, "prompt", "group_id")
-        data(graph, "generator", "reward", lane, "completion", "tokens", "logprobs", "versions", "mask")
+    for stream in ("prompts", "held_out"):
+        data(graph, stream, "generator", stream, "prompt", "group_id")
+        data(graph, "generator", "reward", stream, "completion", "tokens", "logprobs", "versions", "mask")
     data(graph, "reward", "advantage", "prompts", "reward")
     data(graph, "reward", "evaluate", "held_out", "reward")
     data(graph, "advantage", "trainer", "prompts", "advantage")
@@ -128,7 +128,7 @@ def drawings(draw_from: st.DrawFn) -> tuple[dict[str, Size], list[ForwardEdge], 
     }
     pairs = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.integers(0, 2))
     chosen = draw_from(st.lists(pairs, max_size=24, unique=True))
-    links = [ForwardEdge(tail=f"n{a}", head=f"n{b}", lane=lane) for a, b, lane in chosen if a < b]
+    links = [ForwardEdge(tail=f"n{a}", head=f"n{b}", stream=stream) for a, b, stream in chosen if a < b]
     chosen = draw_from(st.lists(pairs, max_size=3, unique_by=lambda pair: pair[:2]))
     backs = [BackEdge(tail=f"n{a}", head=f"n{b}", label_width=90) for a, b, _ in chosen if a > b]
     return sizes, links, backs
@@ -259,13 +259,13 @@ def test_svg_shows_operators_knobs_new_columns_and_staleness() -> None:
     assert texts(svg, "heading") == ["AIPO"]
 
 
-def test_lanes_are_told_apart_only_where_there_are_several() -> None:
-    assert 'class="link lane1"' in render_svg(aipo_with_evaluation())
+def test_streams_are_told_apart_only_where_there_are_several() -> None:
+    assert 'class="link stream1"' in render_svg(aipo_with_evaluation())
     graph = nx.MultiDiGraph()
     nodes(graph, Prompts(name="a"), Score(name="b"))
     data(graph, "a", "b", "a", "x")
     single = render_svg(graph)
-    assert 'class="link lane"' in single and texts(single, "legend") == []
+    assert 'class="link stream"' in single and texts(single, "legend") == []
 
 
 def test_frames_are_drawn_in_each_format_and_unknown_nodes_ignored(tmp_path: Path) -> None:

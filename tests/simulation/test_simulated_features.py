@@ -12,7 +12,7 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.snapshot import SnapshotFile
 from dataflow.rules.admission import Admission
 from dataflow.scheduler import addresses, failover, hosting, recovery, scaling
-from dataflow.scheduler.events import HostJoined, Process, Send
+from dataflow.scheduler.events import HostJoined, KeptProcess, Send
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scheduler.swaps.state import Swaps
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
@@ -241,7 +241,7 @@ def decisions_are_written_once_only(patch: Patch) -> None:
 
 
 def taken_for(patch: Patch, life: Life) -> None:
-    def adopted(table: Table, record: WorkerRecord, process: Process | None, now: float) -> Any:
+    def adopted(table: Table, record: WorkerRecord, process: KeptProcess | None, now: float) -> Any:
         record.life = life
         return adopt(table, record, process, now)
 

@@ -48,7 +48,7 @@ def _serve(channel: Channel[Any], settings: EngineSettings) -> None:
     mesh = group.join(Path(settings.folder), rank, settings.size, torch.device(device), wait_s)
     watch = group.watched(wait_s)
     aside = None if settings.aside is None else Path(settings.aside)
-    context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow, aside=aside)
+    context = Context(node=node, device=device, threads=settings.threads, quantized=settings.quantized, aside=aside)
     with watch.within():
         member = make_member(settings.declaration, context, mesh, following(channel, rank, wait_s, watch))
     own = {name: shard.local for name, shard in member.shards.items()}

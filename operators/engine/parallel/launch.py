@@ -41,7 +41,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
             settings = EngineSettings(
                 declaration=declaration, node=context.node, replica=context.rank, rank=rank, size=size, device=place,
                 threads=context.threads, folder=str(team.folder), site=None if opens is None else opens.site,
-                attempt=context.attempt, narrow=context.narrow, limits=context.limits,
+                attempt=context.attempt, quantized=context.quantized, limits=context.limits,
                 aside=None if context.aside is None else str(context.aside),
             )  # fmt: skip
             team.tell(settings, rank)

@@ -37,8 +37,8 @@ class EngineSettings:
     """As `OpensWeights.site`."""
     attempt: int
     """The scheduler's, at rank 0."""
-    narrow: str | None
-    """As `Context.narrow`."""
+    quantized: str | None
+    """As `Context.quantized`."""
     aside: str | None
     """As `Context.aside`."""
     limits: Limits

@@ -6,7 +6,7 @@ import pytest
 from rigs.cable import Cable
 from rigs.machine import wait_until
 
-from dataflow.agent.forkserver_messages import Alive, Kill
+from dataflow.agent.forkserver_messages import Alive, SendSignal
 from dataflow.agent.messages import Failed
 from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.scheduler.agents_socket import AgentsSocket
@@ -37,7 +37,7 @@ def test_nothing_is_lost_or_said_twice_when_a_connection_is_replaced(
     def turn() -> None:
         line.say(Alive())
         found = line.heard()
-        by_scheduler.extend(each.number for each in found if isinstance(each, Kill))
+        by_scheduler.extend(each.number for each in found if isinstance(each, SendSignal))
         messages = scheduler.received(print)
         by_agent.extend(message.error for _, message in messages if isinstance(message, Failed))
         scheduler.send(b"h1/1", Alive())
@@ -45,7 +45,7 @@ def test_nothing_is_lost_or_said_twice_when_a_connection_is_replaced(
     def exchange(numbers: range) -> None:
         for number in numbers:
             line.say(Failed(str(number)))
-            scheduler.send(b"h1/1", Kill("a-0", number))
+            scheduler.send(b"h1/1", SendSignal("a-0", number))
 
     def have(count: int) -> bool:
         turn()

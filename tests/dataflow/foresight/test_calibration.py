@@ -17,7 +17,7 @@ from dataflow.foresight.least_squares import non_negative
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Rates
 from dataflow.foresight.scenarios import exchanges_of
-from dataflow.foresight.seen import Decoded, SeenRun, Stretch
+from dataflow.foresight.seen import ActivitySpan, Decoded, SeenRun
 from dataflow.foresight.training import BACKWARD, Learners
 from transport.weights.costs.decoder import Decoder
 
@@ -55,7 +55,7 @@ def made_run(
         prefill = model.forward(number * prompts * PROMPT, PROMPT / 2) / (ranks * cpu.rate("float32") * TRUE.compute)
         busy = decode + prefill + number * rollouts * TRUE.end_s
         stretches.append(
-            Stretch(seconds=10.0, busy_s=busy, steps=steps, tokens=tokens, rows_in=0,
+            ActivitySpan(seconds=10.0, busy_s=busy, steps=steps, tokens=tokens, rows_in=0,
                     rows_out=number * rollouts)
         )  # fmt: skip
     each = 0.5 * (mean + PROMPT / GROUP)
@@ -65,10 +65,10 @@ def made_run(
     passes_s = passes + computed * LEARNS.token_s + exchanges_of(learners) * LEARNS.exchange_s
     step_s = passes_s + once_s
     trained = [
-        Stretch(seconds=10.0, busy_s=n * step_s, steps=n, tokens=0, rows_in=n * rollouts, rows_out=0)
+        ActivitySpan(seconds=10.0, busy_s=n * step_s, steps=n, tokens=0, rows_in=n * rollouts, rows_out=0)
         for n in range(5, 11)
     ]
-    scored = [Stretch(seconds=10.0, busy_s=0.5, steps=0, tokens=0, rows_in=1000, rows_out=1000)]
+    scored = [ActivitySpan(seconds=10.0, busy_s=0.5, steps=0, tokens=0, rows_in=1000, rows_out=1000)]
     line: dict[str, Any] = {
         "rollouts": rollouts, "groups": prompts, "completion_tokens_mean": mean, "staleness_mean": 0.0,
         "computed_tokens": computed, "seconds_forward_backward": passes_s,
@@ -108,7 +108,7 @@ def test_a_run_whose_batch_empties_tells_the_seconds_of_a_step_from_those_of_a_r
         made_run(sized(2, 128), mean=8.0, batch=50.0, name="a"),
     )
 
-    def emptying(stretch: Stretch) -> Stretch:
+    def emptying(stretch: ActivitySpan) -> ActivitySpan:
         """With 400 more steps of 2, 20 and 200 rollouts each."""
         sizes = [
             Decoded(steps=400.0, rollouts=400.0 * batch,

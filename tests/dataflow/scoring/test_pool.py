@@ -19,7 +19,7 @@ import pytest
 
 from dataflow.scoring.calls import Call, PoolSettings
 from dataflow.scoring.pool import Answer, Pool
-from dataflow.scoring.process import CallChunk, Piece, pieces_of
+from dataflow.scoring.process import CallChunk, CallRange, pieces_of
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -382,5 +382,5 @@ def test_open_calls_become_pieces_of_neighbours_and_lonely_ones_stay_apart() -> 
         return CallChunk(job, min(calls), calls, is_alone, 0.0)
 
     assert pieces_of([chunk(0, {3, 1, 2, 7}), chunk(0, {8}), chunk(1, {4, 5}, True)]) == [
-        Piece(0, 1, 4), Piece(0, 7, 9), Piece(1, 4, 5, True), Piece(1, 5, 6, True)
+        CallRange(0, 1, 4), CallRange(0, 7, 9), CallRange(1, 4, 5, True), CallRange(1, 5, 6, True)
     ]  # fmt: skip

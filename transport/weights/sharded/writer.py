@@ -104,8 +104,8 @@ class ShardedWriter:
         self._member, self._coordinator = member, coordinator
         self._control = ControlThread(
             member, self._connect, line=None if listener else MemberSocket(address, keys),
-            host=host.address if host else "", heartbeat_s=self._deadlines.heartbeat_s, transfer_s=self._deadlines.transfer_s, clock=clock,
-            coordinator=coordinator, listener=listener,
+            host=host.address if host else "", heartbeat_s=self._deadlines.heartbeat_s,
+            transfer_s=self._deadlines.transfer_s, clock=clock, coordinator=coordinator, listener=listener,
         )  # fmt: skip
         self._control.start()
 

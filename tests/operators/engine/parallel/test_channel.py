@@ -51,7 +51,7 @@ def test_a_start_and_a_declaration_come_through_as_they_were(tokenizer):
     declaration = Generator(Model("somewhere", dtype="bfloat16"), stop=("a", "b"), top_k=3, name="sampler")
     settings = EngineSettings(
         declaration=declaration, node="n", replica=0, rank=1, size=2, device="cpu", threads=1, folder="f", site=None,
-        attempt=0, narrow="int8", limits=Limits(exchange_s=7.0), aside="g",
+        attempt=0, quantized="int8", limits=Limits(exchange_s=7.0), aside="g",
     )  # fmt: skip
     found = through(settings)
     assert found.limits == settings.limits
