@@ -99,7 +99,7 @@ LANGUAGE = (
     Law(
         "data and parameters are two kinds of edge that do not mix",
         "test_a_scorer_takes_one_stream_and_no_weights",
-        "dataflow:SimulatedScorer.__call__",
+        "dataflow:Scorer.__call__",
         never("isinstance", "Weights"),
         "the refusal of weights as a stream",
     ),

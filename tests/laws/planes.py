@@ -176,14 +176,14 @@ DATA_PLANE = (
     Law(
         "every wait has a deadline",
         "test_every_wait_has_a_deadline",
-        "dataflow:ForwardEdge.close",
+        "dataflow:SchedulerLink.close",
         expression("self._thread.join()", "join", kind=ast.Call),
         "the deadline of a thread's end",
     ),
     Law(
         "every wait has a deadline",
         "test_a_wait_has_a_deadline_and_says_who_waited_for_what",
-        "dataflow:WorkerFacts._wait_for",
+        "dataflow:Worker._wait_for",
         always("deadline"),
         "the deadline of a worker that waits for a word",
     ),
