@@ -21,7 +21,7 @@ from dataflow.foresight.calibration import described, to_plain
 from dataflow.foresight.seen import look
 from dataflow.history.launch import start_again
 from dataflow.history.replay import Wishes
-from dataflow.history.resume import Recorded
+from dataflow.history.resume import RecordedRun
 from dataflow.history.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
 from dataflow.history.summary import summarize
 from dataflow.history.verify import report, verify
@@ -158,7 +158,7 @@ def resume(
             comes from an address.
     """
     folder = bring_back(from_, runs, told=lambda text: print(text, flush=True)) if from_ else RunFolder.open(run)
-    wanted = Recorded.read(folder).steps if steps is None else steps
+    wanted = RecordedRun.read(folder).steps if steps is None else steps
     more = () if wanted is None else ("--steps", str(wanted))
     if checkpoint_to is not None:
         more = (*more, "--checkpoint-to", checkpoint_to)

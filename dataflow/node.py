@@ -119,11 +119,11 @@ class Operator(metaclass=KnobCheck):
         return inspect.cleandoc(type(self).__doc__ or "")
 
     @property
-    def narrow(self) -> str | None:
+    def quantized(self) -> str | None:
         """The format, "int8" or "fp8", in which it would take the linear layers of trained weights; None: their own."""
         return None
 
-    def narrow_tensors(self) -> frozenset[str]:
+    def quantized_tensors(self) -> frozenset[str]:
         """Names of the tensors that it would take so. Called on the trainer's worker."""
         return frozenset()
 

@@ -28,10 +28,10 @@ from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.history.launch import KEY, Launch
-from dataflow.history.resume import Begun, Recorded, check_same, go_on_with, has_begun, take_up
+from dataflow.history.resume import Begun, RecordedRun, check_same, go_on_with, has_begun, take_up
 from dataflow.history.summary import summarize
 from dataflow.history.verify import Verdict, verify
-from dataflow.launchers.hosts import Request, check_hosted, hosted, program_of
+from dataflow.launchers.hosts import RunRequest, check_hosted, hosted, program_of
 from dataflow.launchers.launcher import Launcher
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices
@@ -42,7 +42,7 @@ from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
 from dataflow.planning.this_machine import this_machine as this_machine
 from dataflow.scheduler import orphans, scaling
-from dataflow.scheduler.execute import Run, Times, execute, take
+from dataflow.scheduler.execute import RunSpec, Times, execute, take
 from dataflow.scheduler.table import Table
 from dataflow.structure import kept_by
 from dataflow.system.log import log_to
@@ -215,7 +215,7 @@ def run(
         _check_files(graph)
     else:
         before = RunFolder.open(resume)
-        recorded = Recorded.read(before)
+        recorded = RecordedRun.read(before)
         check_same(before, recorded, graph_facts(graph), seed)
         steps, seed = recorded.steps if steps is None else steps, recorded.seed
         keep_steps = recorded.config.get(KEEP) if keep_steps is None else keep_steps
@@ -242,7 +242,7 @@ def run(
             hold, service = _held_over_hosts(folder, limits or Limits(), told, open_)
             holder = hold.number
             copies = copies_of(folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to)
-            made = open_.enter_context(hosted(on, Request(
+            made = open_.enter_context(hosted(on, RunRequest(
                 graph=graph, inputs=inputs, make_plan=lambda inputs: make_plan(graph, **inputs.arguments),
                 part=recorded.part if recorded else 0, copies=copies, hold=hold, ledger=service,
                 launch=program_of(launch), folder=folder, listen=listen or on.listen,
@@ -271,16 +271,16 @@ def run(
                 folder.write_json(FORESEEN, foreseen)
         else:
             orphans.remove(folder)
-            recorded = Recorded.read(folder)
+            recorded = RecordedRun.read(folder)
             begun = take_up(folder, graph, recorded, steps)
             _describe_again(folder, graph, planned, settings, recorded, begun)
-        what = Run(
+        what = RunSpec(
             graph=graph, plan=planned, settings=settings, begun=begun, quiet=quiet,
             in_one_process=in_one_process, taken=taken, server=server,
         )  # fmt: skip
         terminal = os.dup(2) if standby else None
         if terminal is not None:
-            what = dataclasses.replace(what, successor=partial(_stand_in, what, terminal))
+            what = dataclasses.replace(what, standby=partial(_stand_in, what, terminal))
         try:
             outcome = execute(what)
         except Replaced:
@@ -336,7 +336,7 @@ def _check_files(graph: Graph) -> None:
         raise GraphError("\n".join(dict.fromkeys(missing)))
 
 
-def _stand_in(what: Run, terminal: int) -> int:
+def _stand_in(what: RunSpec, terminal: int) -> int:
     """In a process of its own: go on with a run whose scheduler has died. terminal: where the user may read of it."""
     folder = RunFolder.open(what.settings.folder)
     log = folder.logs / "scheduler.log"
@@ -369,7 +369,7 @@ def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings
 
 
 def _describe_again(
-    folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, recorded: Recorded, begun: Begun
+    folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, recorded: RecordedRun, begun: Begun
 ) -> None:
     """Put down how a run goes on, before it does."""
     resumed = [*recorded.config.get("resumed", []), {"at": time.time(), "from": begun.steps, "steps": settings.steps}]

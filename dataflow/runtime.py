@@ -155,7 +155,7 @@ class Context:
     reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
     """For a reader of trained weights: attaches these tensors; None when the model is frozen. An `OpensWeights` where
     other ranks may take versions themselves."""
-    narrow: str | None = None
-    """The format in which the tensors of `Operator.narrow_tensors` arrive there; None: as the others."""
+    quantized: str | None = None
+    """The format in which the tensors of `Operator.quantized_tensors` arrive there; None: as the others."""
     places: "RankPlaces | None" = None
     """Of ranks that the plan has spread over several hosts: where each is."""

@@ -8,7 +8,7 @@ from dataflow.runtime import Context, Runtime
 from operators.training.knobs import TrainerKnobs
 
 if TYPE_CHECKING:
-    from dataflow.history.replay import Script
+    from dataflow.history.replay import ReplayScript
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Trainer(TrainerKnobs):
 
         return follower(self, context, told)
 
-    def replay(self, script: "Script") -> Iterator[Mapping[str, float]]:
+    def replay(self, script: "ReplayScript") -> Iterator[Mapping[str, float]]:
         """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of each."""
         from operators.training.retrain import retrained
 

@@ -6,7 +6,7 @@
     │   └── SchemaMismatch           a batch, or a peer, with another schema than the edge's
     ├── BatchTooLarge (ValueError)   one batch that could never be sent, whatever the credit
     ├── AddressError (ValueError)    an address, a folder or a key that would leave the channel open to others
-    ├── Refused                      the other side answered, and said no
+    ├── SenderRefused                the other side answered, and said no
     ├── PeerGone                     the other side vanished and did not come back before the deadline
     └── WaitTimeout (TimeoutError)   a wait reached its deadline; names who waited, for whom, on which edge
 
@@ -38,7 +38,7 @@ class AddressError(TransportError, ValueError):
     """An address that is malformed, or open to others than the processes of this run."""
 
 
-class Refused(TransportError):
+class SenderRefused(TransportError):
     """The receiver refused this sender."""
 
 

@@ -31,7 +31,7 @@ from dataflow.limits import Limits
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control import Scheduler
 from dataflow.scheduler.control_server import HostsControlServer
-from dataflow.scheduler.progress import Watch
+from dataflow.scheduler.progress import ProgressWatch
 from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
@@ -87,7 +87,7 @@ def _measured(
     gathered_s = time.monotonic() - began
     clock = RunClock(0.0)
     scheduler = Scheduler(made, plan, Settings(folder=str(folder)), limits=limits, clock=clock, server=server)
-    watch = Watch(made, plan, RunFolder(folder), None, clock)
+    watch = ProgressWatch(made, plan, RunFolder(folder), None, clock)
     closing = open_.enter_context(contextlib.ExitStack())
     closing.callback(scheduler.close)
 

@@ -16,7 +16,7 @@ import zmq
 
 from bench.controller.cast import EDGES, Call
 from dataflow.agent.digest import versions
-from dataflow.agent.forkserver_messages import Alive, End, Handed, Kill, Notice, Spawn
+from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, SendSignal, Spawn
 from dataflow.agent.messages import (
     FROM_AGENT,
     TO_AGENT,
@@ -168,7 +168,7 @@ class PlayedHost:
                 self.say(HandedOver(question=message.question, alone_s=0.0))
             case Spawn():
                 self.spawn(message)
-            case Kill():
+            case SendSignal():
                 self.exits(message.name, -9)
             case ToWorkers():
                 for name, encoded in zip(message.names, message.messages, strict=True):

@@ -14,7 +14,7 @@ from bench.foresight.measured import Served, holding, read_served
 from bench.report import Report
 from dataflow.errors import GraphError
 from dataflow.foresight.kernel_tables import PACKAGE, folder, version
-from dataflow.foresight.serving import Constants
+from dataflow.foresight.serving import ServerConstants
 
 _LEAST = 0.02
 """Relative errors below it weigh as squares, those above as they are, so that a few wrong rows turn nothing."""
@@ -23,7 +23,7 @@ DOUBTED = "Qwen/Qwen3-235B-A22B-FP8"
 """0.4 to 0.6 ms a layer in every row, whatever the batch: three times any other model's, as if without graphs."""
 
 
-def fitted(rows: Sequence[Served]) -> Constants:
+def fitted(rows: Sequence[Served]) -> ServerConstants:
     """The constants, none negative, with the least mean of relative errors."""
     amounts = np.array([[each / row.token_s for each in astuple(row.step)] for row in rows])
     scale = amounts.mean(axis=0)
@@ -34,7 +34,7 @@ def fitted(rows: Sequence[Served]) -> Constants:
         weights = 1 / np.sqrt(np.maximum(np.abs(amounts @ found - 1), _LEAST))
     values = np.zeros(len(scale))
     values[scale > 0] = found / scale[scale > 0]
-    return Constants(**dict(zip((each.name for each in fields(Constants)), values.tolist(), strict=True)))
+    return ServerConstants(**dict(zip((each.name for each in fields(ServerConstants)), values.tolist(), strict=True)))
 
 
 def not_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts
 from dataflow.foresight.kernels import Kernels
 from dataflow.foresight.links import PER_LAYER
-from dataflow.foresight.serving import Form, Step, step
+from dataflow.foresight.serving import TokenCost, WeightFormat, step
 from transport.weights.costs.decoder import Decoder
 
 ROWS = "systems/silicon_sample.csv"
@@ -58,7 +58,7 @@ class Served:
     data_parallel: int
     expert_ranks: int
     """Ranks that the experts lie on; 0: none."""
-    step: Step
+    step: TokenCost
     kernels: Kernels | None
     """Of its replica; None: a form of attention or experts that no table of ours has."""
 
@@ -144,7 +144,9 @@ def _served(row: Mapping[str, str], model: Known) -> Served:
     )  # fmt: skip
 
 
-def _step(model: Known, form: Form, kind: DeviceKind, ranks: int, batch: int, prompt: int, answer: int) -> Step:
+def _step(
+    model: Known, form: WeightFormat, kind: DeviceKind, ranks: int, batch: int, prompt: int, answer: int
+) -> TokenCost:
     return step(
         model.counts, form, kind, ranks=ranks, batch=batch, seen=model.seen(prompt + answer / 2),
         prompts=prompt / answer, prompts_seen=model.seen(prompt / 2), exchanges=model.exchanges,
@@ -152,7 +154,7 @@ def _step(model: Known, form: Form, kind: DeviceKind, ranks: int, batch: int, pr
 
 
 @cache
-def _kernels(form: Form, model: Known, kind: str, ranks: int) -> Kernels | None:
+def _kernels(form: WeightFormat, model: Known, kind: str, ranks: int) -> Kernels | None:
     """fp8 of scaled blocks by the table of whole tensors: that of blocks has launches in it, 60 to 180 us a product."""
     if model.window:
         return None
@@ -162,12 +164,12 @@ def _kernels(form: Form, model: Known, kind: str, ranks: int) -> Kernels | None:
     )  # fmt: skip
 
 
-def _form(row: Mapping[str, str], model: Known) -> Form:
+def _form(row: Mapping[str, str], model: Known) -> WeightFormat:
     """Formats by the checkpoints' configs: 4 bits are of the experts alone where there are some, mxfp4 gpt-oss's."""
     name = FORMS[row["precision"]]
     if not model.counts.routed or name in ("bfloat16", "fp8"):
-        return Form(dense=name, experts=name)
-    return Form(experts="mxfp4" if "gpt-oss" in row["model_path"] else name)
+        return WeightFormat(dense=name, experts=name)
+    return WeightFormat(experts="mxfp4" if "gpt-oss" in row["model_path"] else name)
 
 
 def _whole(row: Mapping[str, str], column: str, otherwise: int = 0) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import Replica, generate, stragglers, sustain
+from dataflow.foresight.generation import GeneratorReplica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import exchange
 from dataflow.foresight.parts import Parts
@@ -181,7 +181,7 @@ def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practic
         )  # fmt: skip
         passes = learners.passes(rollouts, prompt + mean, forward=1.0, sequences=updated)
         slowest = learners.slowest(lengths, updated) if practice.dealt else 1.0
-        replica = Replica(
+        replica = GeneratorReplica(
             model=model, kind=kind, dtype=practice.generates if overlaps else "bfloat16",
             tensor_parallel=int(number("generator_tp", tensor if unknown else practice.generator_tp)),
             pipeline_parallel=int(number("generator_pp", stages if unknown else 1)), interleaves=not together,
@@ -215,9 +215,9 @@ def cuts(model: Counts, kind: DeviceKind) -> list[tuple[int, int]]:
     return [(kind.per_node, stages)]
 
 
-def fitting(replica: Replica, tokens: float, rates: Rates) -> list[Replica]:
+def fitting(replica: GeneratorReplica, tokens: float, rates: Rates) -> list[GeneratorReplica]:
     """With each tensor parallelism within a node, or the least beyond, whose cache holds 32 rollouts."""
-    found: list[Replica] = []
+    found: list[GeneratorReplica] = []
     for ranks in (1, 2, 4, 8, 16, 32):
         each = replace(replica, tensor_parallel=ranks)
         room = rates.cache_share * each.kind.memory_bytes * each.ranks - each.weight_bytes - each.reserved_bytes

@@ -116,7 +116,7 @@ class Driven:
 
     def _starts(self, load: Load, waiting: deque[int]) -> list[Any]:
         """Groups that start now; rollouts of a group that have limits of their own share its prompt's pages."""
-        from operators.engine.results import Start
+        from operators.engine.results import PromptStart
 
         starts = []
         free, tokens = self._engine.free, 0
@@ -126,7 +126,7 @@ class Driven:
             for length in sorted({load.lengths[ticket] for ticket in tickets}):
                 alike = [ticket for ticket in tickets if load.lengths[ticket] == length]
                 limit = PROMPT_TOKENS + length
-                starts.append(Start(prompt=load.prompts[group], limit=limit, tickets=alike, seeds=alike))
+                starts.append(PromptStart(prompt=load.prompts[group], limit=limit, tickets=alike, seeds=alike))
             free -= GROUP_SIZE
             tokens += PROMPT_TOKENS
         return starts

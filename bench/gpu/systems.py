@@ -102,7 +102,7 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
     """Our engine, driven as the generator drives it."""
     from operators.engine.cuda.fuse import fuse_layers
     from operators.engine.decode import Engine
-    from operators.engine.results import Start
+    from operators.engine.results import PromptStart
     from operators.engine.sampling import Sampling
     from operators.engine.self_test import adapt
 
@@ -130,7 +130,7 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
             while waiting and width < STEP_TOKENS:
                 index, prompt = waiting.pop(0)
                 tickets = range(index * load.group, (index + 1) * load.group)
-                starts.append(Start(prompt=prompt, limit=load.prompt + tokens, tickets=tickets, seeds=tickets))
+                starts.append(PromptStart(prompt=prompt, limit=load.prompt + tokens, tickets=tickets, seeds=tickets))
                 width += len(prompt)
             found = engine.step(starts)
             if time.monotonic() > until:

@@ -60,12 +60,12 @@ def _drawn(curves: Mapping[str, Sequence[Point]]) -> list[str]:
     body.append(f'<text class="axis middle" {middle}>rollouts generated; y: accuracy on held-out steps</text>')
     heights = apart([place(curve[-1])[1] for curve in curves.values()], APART)
     for index, ((name, curve), y) in enumerate(zip(curves.items(), heights, strict=True)):
-        lane, dash = index % len(theme.LIGHT_LANES), DASHES[index // len(theme.LIGHT_LANES) % len(DASHES)]
+        stream, dash = index % len(theme.LIGHT_STREAMS), DASHES[index // len(theme.LIGHT_STREAMS) % len(DASHES)]
         path = "L".join("{:.1f} {:.1f}".format(*place(point)) for point in curve)
         x, end = place(curve[-1])
         words = f"{name} {curve[-1][1]:.3f}"
         body.append(
-            f'<g class="lane{lane}"><path class="line" stroke-dasharray="{dash}" d="M{path}"/>'
+            f'<g class="stream{stream}"><path class="line" stroke-dasharray="{dash}" d="M{path}"/>'
             f'<path class="line" stroke-dasharray="{dash}" d="M{x + 4:.1f} {end:.1f}L{x + 14:.1f} {y:.1f}h14"/></g>'
             f'<text class="axis" x="{x + 33:.1f}" y="{y + 3.6:.1f}">{xml(words)}</text>'
         )

@@ -22,9 +22,9 @@ import psutil
 
 from bench.report import Report
 from bench.sandbox.hostile import GROUPS, Hostile
-from operators.sandbox import Check, Limits, Outcome, Script, fault, run
+from operators.sandbox import PythonTest, SandboxLimits, SandboxResult, ScriptTest, fault, run
 
-LIMITS = Limits(time_s=1.0, total_s=8.0, memory_bytes=512 << 20)
+LIMITS = SandboxLimits(time_s=1.0, total_s=8.0, memory_bytes=512 << 20)
 LONGEST_S = 20.0
 LARGEST_BYTES = 2 * LIMITS.memory_bytes + LIMITS.file_bytes
 _SECRET = "DATAFLOW_BENCH_SECRET"
@@ -54,7 +54,7 @@ class World:
 class Result:
     """What became of a hostile program."""
 
-    outcome: Outcome
+    outcome: SandboxResult
     seconds: float
     peak_bytes: int
     """Memory of all its processes together, sampled."""
@@ -113,7 +113,7 @@ def attack(hostile: Hostile) -> Result:
     with world() as made:
         kept = sorted(path.name for path in made.home.iterdir())
         program = made.filled(hostile.program)
-        test = Script("") if hostile.test is None else Check(made.filled(hostile.test))
+        test = ScriptTest("") if hostile.test is None else PythonTest(made.filled(hostile.test))
         began = time.monotonic()
         with _peak(before) as peak:
             (outcome,) = run(program, [test], LIMITS)
@@ -163,14 +163,14 @@ def cost(tests: int, repeats: int) -> dict[str, float]:
     walls = []
     for _ in range(repeats):
         start = time.perf_counter()
-        list(run("def f(x):\n    return x + 1", [Check("assert f(1) == 2")] * tests, LIMITS))
+        list(run("def f(x):\n    return x + 1", [PythonTest("assert f(1) == 2")] * tests, LIMITS))
         walls.append((time.perf_counter() - start) * 1e3)
     return {"median_ms": statistics.median(walls), "least_ms": min(walls)}
 
 
 def rate(at_once: int, rollouts: int) -> float:
     """Sandboxes per second with three assertions each, so many at once."""
-    tests = [Check("assert f(1) == 2")] * 3
+    tests = [PythonTest("assert f(1) == 2")] * 3
     start = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(lambda _: list(run("def f(x):\n    return x + 1", tests, LIMITS)), range(rollouts)))

@@ -40,7 +40,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.report import Figure, Report
-from bench.weight_plane.cases import Case, Job, Outcome
+from bench.weight_plane.cases import Case, Job, UpdateTimes
 from bench.weight_plane.pair import measure
 from bench.weight_plane.systems import SYSTEMS, missing
 
@@ -61,7 +61,7 @@ WIDE = 165
 
 
 Row = tuple[Case, str]
-Found = dict[Row, dict[int, Outcome]]
+Found = dict[Row, dict[int, UpdateTimes]]
 """What each system measured on each case, by repeat."""
 
 
@@ -133,7 +133,7 @@ def run(
             started = time.monotonic()
             outcome = measure(Job(system=system, case=case, updates=options.updates or 7, seconds=options.seconds))
             spent[row] += time.monotonic() - started
-            if isinstance(outcome, Outcome):
+            if isinstance(outcome, UpdateTimes):
                 found.setdefault(row, {})[repeat] = outcome
                 pace = f"{speed(case, outcome.waiting_s):.2f} GB/s"
             else:
@@ -159,7 +159,7 @@ def show(rows: list[Row], found: Found, reasons: dict[Row, str], report: Report,
         say(note)
 
 
-def figures(system: str, case: Case, outcomes: dict[str, dict[int, Outcome]]) -> dict[str, Figure]:
+def figures(system: str, case: Case, outcomes: dict[str, dict[int, UpdateTimes]]) -> dict[str, Figure]:
     """One row. memcpy has neither a busy update nor stalls: its one speed stands for both."""
     mine = outcomes[system]
     waiting = {repeat: speed(case, found.waiting_s) for repeat, found in mine.items()}

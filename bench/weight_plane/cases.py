@@ -89,7 +89,7 @@ class Update:
 
 
 @dataclass
-class Outcome:
+class UpdateTimes:
     """What one pair of processes measured, an entry per counted update."""
 
     busy_s: list[float] = field(default_factory=list)

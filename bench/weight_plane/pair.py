@@ -28,7 +28,7 @@ import torch
 import torch.multiprocessing
 import xxhash
 
-from bench.weight_plane.cases import PATIENCE_S, Case, Job, Lap, Outcome, Seat, Update
+from bench.weight_plane.cases import PATIENCE_S, Case, Job, Lap, Seat, Update, UpdateTimes
 from transport.data import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Step:
             torch.mm(self._input, matrix, out=self._output)
 
 
-def measure(job: Job) -> Outcome | str:
+def measure(job: Job) -> UpdateTimes | str:
     """Run one job; what failed, in words, if it did. It leaves no process and no file behind."""
     shm = Path("/dev/shm")
     with (
@@ -80,12 +80,12 @@ def measure(job: Job) -> Outcome | str:
         return _run(job, Path(folder), Path(memory))
 
 
-def train(job: Job, control: Connection, place: dict[str, Any]) -> Outcome:
+def train(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
     """The trainer's part, until enough updates are counted. ValueError when the reader holds other bytes."""
     from bench.weight_plane.systems import open_trainer
 
     tensors = _filled(job.case)
-    step, outcome = Step(tensors), Outcome()
+    step, outcome = Step(tensors), UpdateTimes()
     with contextlib.closing(open_trainer(job.system, Seat(case=job.case, tensors=tensors, **place))) as trainer:
         _expect(control, "ready", trainer.poll)
         began = counting = time.monotonic()
@@ -139,7 +139,7 @@ def read(job: Job, control: Connection, place: dict[str, Any]) -> None:
     control.send("closed")
 
 
-def _run(job: Job, folder: Path, memory: Path) -> Outcome | str:
+def _run(job: Job, folder: Path, memory: Path) -> UpdateTimes | str:
     context: Any = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.weight_plane.systems"])
     control, words = context.Pipe(), context.Pipe()
@@ -160,13 +160,13 @@ def _run(job: Job, folder: Path, memory: Path) -> Outcome | str:
         for end in (*control, *words):
             end.close()
         found = _outcome(results)
-        patience_s = END_S if isinstance(found, Outcome) else 1.0
+        patience_s = END_S if isinstance(found, UpdateTimes) else 1.0
         return found
     finally:
         _end(children, patience_s)
 
 
-def _outcome(results: dict[Connection, str]) -> Outcome | str:
+def _outcome(results: dict[Connection, str]) -> UpdateTimes | str:
     """What the first child to say something says: the outcome, or what failed."""
     deadline = time.monotonic() + JOB_S
     while results and (left := deadline - time.monotonic()) > 0:
@@ -178,7 +178,7 @@ def _outcome(results: dict[Connection, str]) -> Outcome | str:
             except EOFError:
                 return f"the {role} ended without a word"
             if found is not None:
-                return found if isinstance(found, Outcome) else f"{role}: {found}"
+                return found if isinstance(found, UpdateTimes) else f"{role}: {found}"
     return f"no outcome after {JOB_S:g} s"
 
 
@@ -192,7 +192,7 @@ def _end(children: list[Any], patience_s: float) -> None:
         child.join(END_S)
 
 
-def _child(work: Callable[..., Outcome | None], job: Job, result: Connection, *ends: Any) -> None:
+def _child(work: Callable[..., UpdateTimes | None], job: Job, result: Connection, *ends: Any) -> None:
     """What each process does: work, and say what came of it. The one whose peer has gone leaves the word to it."""
     os.setsid()
     torch.set_num_threads(1)
@@ -229,11 +229,11 @@ def _update(trainer: TrainerEnd, step: Step | None, version: int, control: Conne
     return Update(called_ns=called, held_ns=held, visible_ns=visible, laps=laps)
 
 
-def _copy(job: Job, control: Connection, place: dict[str, Any]) -> Outcome:
+def _copy(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
     """memcpy by one thread, tensor by tensor, with nobody else at work."""
     source, target = _filled(job.case), _zeros(job.case)
     pairs = [(target[name].data_ptr(), tensor.data_ptr(), tensor.nbytes) for name, tensor in source.items()]
-    outcome, begun = Outcome(), time.monotonic()
+    outcome, begun = UpdateTimes(), time.monotonic()
     for number in itertools.count():
         before = time.monotonic_ns()
         for to, origin, nbytes in pairs:

@@ -16,10 +16,9 @@ import zmq
 from dataflow.agent import run_disk
 from dataflow.agent.digest import versions
 from dataflow.agent.environment import AgentEnvironment
-from dataflow.agent.forkserver_messages import Alive, End, Handed, Kill, Notice, Pause, Spawn, Stay
+from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, Pause, SendSignal, Spawn, Stay
 from dataflow.agent.host_forkserver import HostForkserver
 from dataflow.agent.last_words import leave, take_back
-from dataflow.agent.line import Line
 from dataflow.agent.messages import (
     Begin,
     Built,
@@ -34,9 +33,10 @@ from dataflow.agent.messages import (
     ToAgent,
     ToWorkers,
 )
-from dataflow.agent.reach import Door, check_reach
+from dataflow.agent.reach import ReachPort, check_reach
 from dataflow.agent.relay import Relay, address
 from dataflow.agent.rendezvous import Rendezvous
+from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.agent.silence import SEEK_S, over
 from dataflow.errors import RunError
 from dataflow.folder.disks.server import FileServer
@@ -66,7 +66,7 @@ class Agent:
 
     consumes: what the scheduler asks of this host; events of the forkserver
     produces: that it is there, and a sign of life; events of the workers; to another scheduler all workers, as they are
-    waits for: the scheduler; without one for a successor, for as long as it was told, then for the workers that have
+    waits for: the scheduler; without one for the next one, for as long as it was told, then for the workers that have
         something to bring to an end
     unblocked by: either; its limit, after which it ends with all workers
     """
@@ -78,10 +78,10 @@ class Agent:
         """address: at which the others reach this host. sockets: a private folder, which goes with the agent.
         own_folder: whether the run folder here is not the scheduler's, and others get from it what they need. Errors:
         RunError where it cannot listen at the address."""
-        self._door = Door(address)
+        self._door = ReachPort(address)
         self._files = FileServer(Path(told.folder), address, keys) if own_folder else None
         self._told, self._host, self._address, self._sockets = told, host, address, sockets
-        self._line = Line(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
+        self._line = SchedulerSocket(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
         self._clock = AwakeClock(clock)
         self._log = structlog.get_logger(host=host.name)
         self._relay = Relay(sockets)
@@ -171,12 +171,12 @@ class Agent:
                 self.end()
             case Stay():
                 self._stays = message
-            case Spawn() | Kill() | Pause():
+            case Spawn() | SendSignal() | Pause():
                 self._pass_on(message)
             case Alive():
                 pass
 
-    def _pass_on(self, message: Spawn | Kill | Pause) -> None:
+    def _pass_on(self, message: Spawn | SendSignal | Pause) -> None:
         """To the forkserver."""
         if self._forkserver is None:
             return
@@ -184,7 +184,7 @@ class Agent:
             case Spawn():
                 self._workers[message.name] = _Worker(message.settings, message.keeps)
                 self._forkserver.spawn(message.name, message.settings, message.heavy, message.keeps)
-            case Kill():
+            case SendSignal():
                 self._forkserver.kill(message.name, message.number)
             case Pause():
                 self._is_paused = message.is_paused

@@ -17,9 +17,9 @@ from dataflow.agent.forkserver_messages import (
     Alive,
     AllHanded,
     Handed,
-    Kill,
     Notice,
     Pause,
+    SendSignal,
     Spawn,
     Stay,
     TakenAway,
@@ -30,7 +30,7 @@ from dataflow.system.clocks import AwakeClock
 from dataflow.system.messages import MessageError
 
 _TURN_S = 0.05
-_SUCCESSORS = 3
+_STANDBYS = 3
 """So many are forked, one after the other, before nobody is expected any more."""
 _WITHOUT_SCHEDULER = signal.SIGUSR2
 """What the kernel sends when the scheduler ends: also in the midst of `preload`, where no socket is read."""
@@ -62,23 +62,23 @@ class Forkserver:
     """One process between a scheduler and its workers.
 
     consumes: spawn, kill, pause, stay and end of the scheduler that holds its socket; its sign of life
-    produces: started, stopped, continued and exited; to a successor that comes to its door all workers, as they are;
-        to a scheduler that gives no sign of life, and has a successor, that it is replaced
-    waits for: requests; without a scheduler for a successor, for as long as `stay` said, then for the workers that
+    produces: started, stopped, continued and exited; to the next scheduler, at `takeover`, all workers, as they are;
+        to a scheduler that gives no sign of life, and has a standby, that it is replaced
+    waits for: requests; without a scheduler for the next one, for as long as `stay` said, then for the workers that
         have something to bring to an end
     unblocked by: either; its limit, after which it kills all workers
     """
 
     control: Channel[Any] | None
-    door: socket.socket | None
-    """Where a successor asks for the workers; None: there can be none."""
+    takeover: socket.socket | None
+    """Where the next scheduler asks for the workers; None: there can be none."""
     main: Main
     preload: Callable[[], None]
     """Imports what heavy workers need."""
     clean_up: Callable[[], None]
     """Run once all workers have ended."""
-    successor: Callable[[], int] | None = None
-    """What a successor runs that is forked from here when the scheduler has ended; None: somebody starts one."""
+    standby: Callable[[], int] | None = None
+    """What a standby runs that is forked from here when the scheduler has ended; None: somebody starts one."""
     clock: Callable[[], float] = time.monotonic
     _workers: dict[str, _Worker] = field(default_factory=dict)
     _waiting: deque[Spawn] = field(default_factory=deque)
@@ -93,7 +93,7 @@ class Forkserver:
     _is_paused: bool = False
     """Whether the user has stopped the run (Ctrl-Z): its scheduler stands still, and all workers do."""
     _alone_since: float = 0.0
-    _successors: list[Forked] = field(default_factory=list)
+    _standbys: list[Forked] = field(default_factory=list)
     """Those that were forked."""
     _expects: bool = False
     """Whether the last of them was forked since there is no scheduler."""
@@ -104,7 +104,7 @@ class Forkserver:
         self._heard = self._awake()
 
     def run(self) -> NoReturn:
-        """Serve until the end of the scheduler, or of its last successor."""
+        """Serve until the end of the scheduler, or of the last one after it."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the terminal's: the scheduler says what it means
         signal.signal(signal.SIGTERM, lambda number, frame: self._end())
@@ -123,8 +123,8 @@ class Forkserver:
                 self._wait_alone()
 
     def _listen(self, wait_s: float) -> bool:
-        """Take in one request, or a successor; False: none came."""
-        who = self.control or self.door
+        """Take in one request, or the next scheduler; False: none came."""
+        who = self.control or self.takeover
         if not select.select([who] if who else [], [], [], wait_s)[0]:
             if self._is_silent():
                 self._cut_off()
@@ -148,7 +148,7 @@ class Forkserver:
 
     def _apply(self, message: Any) -> None:
         match message:
-            case Kill():
+            case SendSignal():
                 if (worker := self._workers.get(message.name)) is not None:
                     worker.process.signal(message.number)
             case Pause():
@@ -176,9 +176,9 @@ class Forkserver:
     def _is_silent(self) -> bool:
         """Whether the scheduler gives no sign of life though it is not paused, and another could take its place."""
         silent_s = self._awake() - self._heard
-        if self.control is None or self._stays is None or self._is_paused or self.door is None:
+        if self.control is None or self._stays is None or self._is_paused or self.takeover is None:
             return False
-        return self.successor is not None and len(self._successors) < _SUCCESSORS and silent_s > self._stays.silent_s
+        return self.standby is not None and len(self._standbys) < _STANDBYS and silent_s > self._stays.silent_s
 
     def _cut_off(self) -> None:
         """From here on the scheduler can do nothing to a worker; it is told, for when it wakes up."""
@@ -195,10 +195,10 @@ class Forkserver:
         self.control, self._alone_since, self._expects = None, self.clock(), False
 
     def _hand_over(self) -> None:
-        """A successor has come: it gets every worker as it is."""
-        assert self.door is not None, "it came there"
+        """The next scheduler has come: it gets every worker as it is."""
+        assert self.takeover is not None, "it came there"
         self._reap()
-        self.control = Channel(self.door.accept()[0], CODEC, SEND_S)
+        self.control = Channel(self.takeover.accept()[0], CODEC, SEND_S)
         self._number += 1
         for worker in self._workers.values():
             process = worker.process
@@ -212,23 +212,23 @@ class Forkserver:
                 self._tell_of("stopped", worker)
 
     def _wait_alone(self) -> None:
-        """Have a successor started; end when none comes."""
+        """Have the next scheduler started; end when none comes."""
         assert self._stays is not None, "it ends with the scheduler otherwise"
         alone_s = self.clock() - self._alone_since
         wait_s, end_s = self._stays.wait_s, self._stays.end_s
         if alone_s < wait_s:
-            if self.successor is not None and self.door is not None and self._may_succeed():
-                self._successors.append(self._forked(self.successor))
+            if self.standby is not None and self.takeover is not None and self._may_succeed():
+                self._standbys.append(self._forked(self.standby))
                 self._expects = True
             return
         if alone_s > wait_s + end_s or not any(each.keeps and not each.has_ended for each in self._workers.values()):
             self._end()
 
     def _may_succeed(self) -> bool:
-        """Whether a successor is to be forked: none is on its way."""
-        if self._expects and self._successors[-1].poll() is None:
+        """Whether a standby is to be forked: none is on its way."""
+        if self._expects and self._standbys[-1].poll() is None:
             return False
-        return len(self._successors) < _SUCCESSORS
+        return len(self._standbys) < _STANDBYS
 
     def _fork(self, message: Spawn) -> None:
         process = self._forked(lambda: self.main(message.settings), leads=True, ends_with_parent=signal.SIGKILL)
@@ -241,7 +241,7 @@ class Forkserver:
         def run() -> int:
             for number in (signal.SIGTERM, signal.SIGTSTP, _WITHOUT_SCHEDULER):
                 signal.signal(number, signal.SIG_DFL)
-            for held in (self.control, self.door):
+            for held in (self.control, self.takeover):
                 if held is not None:
                     held.close()
             return body()
@@ -285,9 +285,9 @@ class Forkserver:
         os._exit(0)
 
 
-def open_door(path: str) -> socket.socket:
-    """Where a successor comes to; in a folder of mode 0700, so that nobody else can."""
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    door.bind(path)
-    door.listen(1)
-    return door
+def open_takeover(path: str) -> socket.socket:
+    """Where the next scheduler comes to; in a folder of mode 0700, so that nobody else can."""
+    takeover = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    takeover.bind(path)
+    takeover.listen(1)
+    return takeover

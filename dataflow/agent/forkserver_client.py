@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.agent.forkserver import Forkserver, Main, open_door
+from dataflow.agent.forkserver import Forkserver, Main, open_takeover
 from dataflow.agent.forkserver_messages import (
     CODEC,
     SEND_S,
@@ -21,9 +21,9 @@ from dataflow.agent.forkserver_messages import (
     AllHanded,
     End,
     Handed,
-    Kill,
     Notice,
     Pause,
+    SendSignal,
     Spawn,
     Stay,
     TakenAway,
@@ -53,15 +53,15 @@ class ForkserverClient:
         environment: Mapping[str, str],
         preload: Callable[[], None],
         clean_up: Callable[[], None] = lambda: None,
-        door: str = "",
-        successor: Callable[[], int] | None = None,
+        takeover: str = "",
+        standby: Callable[[], int] | None = None,
         log: str = "",
     ) -> None:
         """Fork it.
 
         main: run by each worker; environment: set before anything heavy is imported; preload: imports it; clean_up:
-        run once all workers have ended, also where the scheduler was killed; door: path at which a successor of the
-        scheduler takes the workers over; successor: what one runs that the forkserver is to fork itself; log: where it
+        run once all workers have ended, also where the scheduler was killed; takeover: path at which the next
+        scheduler takes the workers over; standby: what one runs that the forkserver is to fork itself; log: where it
         writes what it would print, as a terminal that nobody reads would hold it up.
         """
         refuse_used_cuda("a worker", "call run(...) before anything touches the GPU, or from a fresh process")
@@ -73,7 +73,9 @@ class ForkserverClient:
             if log:
                 log_to(Path(log))
             control = Channel(theirs, CODEC, SEND_S)
-            return Forkserver(control, open_door(door) if door else None, main, preload, clean_up, successor).run()
+            return Forkserver(
+                control, open_takeover(takeover) if takeover else None, main, preload, clean_up, standby
+            ).run()
 
         process = fork(run)
         theirs.close()
@@ -91,7 +93,7 @@ class ForkserverClient:
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker."""
-        self._send(Kill(name, int(number)))
+        self._send(SendSignal(name, int(number)))
 
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on."""
@@ -169,14 +171,14 @@ class ForkserverClient:
 class TakenOverForkserver(ForkserverClient):
     """The forkserver of a scheduler that has ended."""
 
-    def __init__(self, door: str, timeout_s: float = 10.0) -> None:
+    def __init__(self, takeover: str, timeout_s: float = 10.0) -> None:
         """Take the workers over. Errors: RunError when there is no such forkserver, or it does not answer."""
         self.handed: list[Event] = []
         """Every worker, as it was when its scheduler had ended: "name", "pid", "settings", "alive", "status"."""
         try:
-            connection = Channel(_connected(door, timeout_s), CODEC, SEND_S)
+            connection = Channel(_connected(takeover, timeout_s), CODEC, SEND_S)
         except OSError as error:
-            raise _nobody(door, error) from error
+            raise _nobody(takeover, error) from error
         try:
             while isinstance(message := connection.receive(timeout_s), Handed):
                 self.handed.append(vars(message))
@@ -188,21 +190,21 @@ class TakenOverForkserver(ForkserverClient):
             raise ConnectionResetError("it ended in the midst of its answer")
         except (OSError, EOFError) as error:
             connection.close()
-            raise _nobody(door, error) from error
+            raise _nobody(takeover, error) from error
 
 
-def _connected(door: str, timeout_s: float) -> socket.socket:
+def _connected(takeover: str, timeout_s: float) -> socket.socket:
     """A connection to the socket at a path. Raises OSError."""
     with contextlib.ExitStack() as on_error:
         end = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         end.settimeout(timeout_s)
-        end.connect(door)
+        end.connect(takeover)
         on_error.pop_all()
     return end
 
 
-def _nobody(door: str, error: Exception) -> RunError:
+def _nobody(takeover: str, error: Exception) -> RunError:
     return RunError(
-        f"nobody keeps workers at '{Path(door).parent.name}' ({error}): they have ended, or their scheduler lives; "
+        f"nobody keeps workers at '{Path(takeover).parent.name}' ({error}): they have ended, or their scheduler lives; "
         f"look with ps"
     )

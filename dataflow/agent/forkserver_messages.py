@@ -22,7 +22,7 @@ class Spawn:
 
 
 @dataclass(frozen=True)
-class Kill:
+class SendSignal:
     """Send a signal to a worker."""
 
     name: str
@@ -73,7 +73,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Handed:
-    """To a successor: a worker, as it is."""
+    """To the next scheduler: a worker, as it is."""
 
     name: str
     pid: int
@@ -84,7 +84,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class AllHanded:
-    """To a successor: these were all."""
+    """To the next scheduler: these were all."""
 
     pid: int
     """The forkserver's."""
@@ -102,7 +102,7 @@ class TakenAway:
 
 
 CODEC: Codec[Any] = Codec(
-    "forkserver", 1, Spawn, Kill, Pause, Stay, Alive, End, Notice, Handed, AllHanded, TakenAway
+    "forkserver", 1, Spawn, SendSignal, Pause, Stay, Alive, End, Notice, Handed, AllHanded, TakenAway
 )  # fmt: skip
 SEND_S = 5.0
 """For the other side to read."""

@@ -9,9 +9,9 @@ from dataflow.agent.forkserver_messages import (
     AllHanded,
     End,
     Handed,
-    Kill,
     Notice,
     Pause,
+    SendSignal,
     Spawn,
     Stay,
     TakenAway,
@@ -149,13 +149,13 @@ class Refused:
 
 
 FromAgent: TypeAlias = Join | Built | Failed | Paused | Bye | Alive | FromWorkers | Notice | Handed | HandedOver
-ToAgent: TypeAlias = Begin | HandOver | Refused | ToWorkers | Pace | Spawn | Kill | Pause | Stay | Alive | End
+ToAgent: TypeAlias = Begin | HandOver | Refused | ToWorkers | Pace | Spawn | SendSignal | Pause | Stay | Alive | End
 
 FROM_AGENT: Codec[FromAgent] = Codec(
     "dataflow.from-agent", 2, Join, Built, Failed, Paused, Bye, Alive, FromWorkers, Notice, Handed, HandedOver
 )  # fmt: skip
 TO_AGENT: Codec[ToAgent] = Codec(
-    "dataflow.to-agent", 2, Begin, HandOver, Refused, ToWorkers, Pace, Spawn, Kill, Pause, Stay, Alive, End
+    "dataflow.to-agent", 2, Begin, HandOver, Refused, ToWorkers, Pace, Spawn, SendSignal, Pause, Stay, Alive, End
 )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def is_repeated(message: FromAgent | ToAgent) -> bool:
 
 
 FORKSERVER: Codec[Any] = Codec(
-    "dataflow.forkserver-of-host", 1, Begin, Built, Failed, Spawn, Kill, Pause, Stay, Alive, End, Notice, Handed,
+    "dataflow.forkserver-of-host", 1, Begin, Built, Failed, Spawn, SendSignal, Pause, Stay, Alive, End, Notice, Handed,
     AllHanded, TakenAway,
 )  # fmt: skip
 """Between an agent and its forkserver, which runs the program."""

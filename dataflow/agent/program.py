@@ -15,7 +15,7 @@ from dataflow.agent.forkserver import Forkserver
 from dataflow.agent.forkserver_messages import SEND_S
 from dataflow.agent.hosted import HOSTED, Hosted
 from dataflow.agent.messages import FORKSERVER, Begin, Failed
-from dataflow.agent.workload import Workload
+from dataflow.agent.workload import ForkWorkload
 from dataflow.graph import Graph
 from dataflow.history.launch import Launch
 from dataflow.planning.inputs import PlanInputs
@@ -33,7 +33,7 @@ def main(sockets: Path, end: socket.socket) -> None:
     launch = Launch.from_plain(begin.launch)
 
     def serve(graph: Graph, plan: Plan) -> NoReturn:
-        work = Workload.of(graph, plan)
+        work = ForkWorkload.of(graph, plan)
         os.environ.update(work.environment)
         control.send(built(graph, plan, launch))
         clean_up = lambda: shutil.rmtree(sockets, ignore_errors=True)  # noqa: E731

@@ -18,7 +18,7 @@ _AT_ONCE = 128
 _UNDER_WAY = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 
 
-class Door:
+class ReachPort:
     """A port at a host's address behind which is nothing. Whoever connects has reached the host."""
 
     def __init__(self, address: str) -> None:

@@ -10,7 +10,7 @@ from dataflow.worker import worker
 
 
 @dataclass(frozen=True)
-class Workload:
+class ForkWorkload:
     """Functions and values that are inherited by a fork, never sent."""
 
     main: Main
@@ -19,7 +19,7 @@ class Workload:
     preload: Callable[[], None]
 
     @classmethod
-    def of(cls, graph: Graph, plan: Plan) -> "Workload":
+    def of(cls, graph: Graph, plan: Plan) -> "ForkWorkload":
         """The workers of a plan."""
         threads = max((placement.threads for placement in plan.placements.values()), default=1)
         return cls(

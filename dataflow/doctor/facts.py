@@ -11,7 +11,7 @@ AWAY = ("forked", "starting", "dying", "down")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class WorkerFacts:
     """A process of the run."""
 
     name: str
@@ -62,11 +62,11 @@ class Node:
     """Of the weights it has, or has made."""
     rows_in: int = 0
     rows_out: int = 0
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[WorkerFacts, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Edge:
+class EdgeFacts:
     """A data edge. What its consumer has passed on stays on it until the next nodes are done with it."""
 
     producer: str
@@ -83,7 +83,7 @@ class Edge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feedback:
+class FeedbackFacts:
     """Weights that go from a trainer to a reader."""
 
     trainer: str
@@ -117,8 +117,8 @@ class Facts:
     still_s: float = 0.0
     """Since anything moved: rows, tokens, steps, versions."""
     nodes: Mapping[str, Node] = field(default_factory=dict)
-    edges: tuple[Edge, ...] = ()
-    feedbacks: tuple[Feedback, ...] = ()
+    edges: tuple[EdgeFacts, ...] = ()
+    feedbacks: tuple[FeedbackFacts, ...] = ()
     awaited: Mapping[str, Awaited] = field(default_factory=dict)
     """By trainer."""
     on_demand: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ class Facts:
     """Trainers whose steps are the run's."""
 
     @property
-    def workers(self) -> dict[str, Worker]:
+    def workers(self) -> dict[str, WorkerFacts]:
         """All workers, by name."""
         return {worker.name: worker for node in self.nodes.values() for worker in node.workers}
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dataflow.doctor.facts import Awaited, Edge, Facts, Feedback, Node, Worker
+from dataflow.doctor.facts import Awaited, EdgeFacts, Facts, FeedbackFacts, Node, WorkerFacts
 from dataflow.doctor.waiting import SILENT_S
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
@@ -30,7 +30,7 @@ def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5,
         phase=str(said.get("phase", "")), draining=bool(said.get("draining")), step=int(said.get("step", 0)),
         steps=said.get("steps"), still_s=float(said.get("still_s", 0.0)), nodes=nodes, edges=_edges(data, said),
         feedbacks=tuple(
-            Feedback(trainer=edge["from"], reader=edge["to"], every=edge.get("refresh", {}).get("every", 1))
+            FeedbackFacts(trainer=edge["from"], reader=edge["to"], every=edge.get("refresh", {}).get("every", 1))
             for edge in graph.get("edges", []) if edge.get("plane") != "data"
         ),
         awaited=_awaited(folder, data, config, said), on_demand=tuple(config.get("on_demand", ())),
@@ -38,7 +38,7 @@ def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5,
     )  # fmt: skip
 
 
-def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: bool) -> list[Worker]:
+def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: bool) -> list[WorkerFacts]:
     told: Mapping[str, Mapping[str, Any]] = said.get("workers", {})
     here = processes.machine()
     pids = {
@@ -57,7 +57,7 @@ def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: 
         if wake and process and silent_s > SILENT_S and process.state in _LIVE and process.pid in ours:
             dump = processes.dump(process.pid, folder.logs / f"{name}.log")
         found.append(
-            Worker(
+            WorkerFacts(
                 name=name,
                 nodes=tuple(worker["nodes"]),
                 state=worker["state"],
@@ -76,7 +76,7 @@ def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: 
     return found
 
 
-def _node(declared: Mapping[str, Any], said: Mapping[str, Any], workers: list[Worker]) -> Node:
+def _node(declared: Mapping[str, Any], said: Mapping[str, Any], workers: list[WorkerFacts]) -> Node:
     name, kind = str(declared["name"]), str(declared["kind"])
     reports, pasts = [], []
     for worker in workers:
@@ -98,7 +98,7 @@ def _node(declared: Mapping[str, Any], said: Mapping[str, Any], workers: list[Wo
     )  # fmt: skip
 
 
-def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[Edge, ...]:
+def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[EdgeFacts, ...]:
     """Each with the depth of its fullest receiver."""
     depths: dict[str, tuple[int, int]] = {}
     for worker in said.get("workers", {}).values():
@@ -108,7 +108,7 @@ def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[
     for edge in data:
         depth, capacity = depths.get(f"{edge['from']}>{edge['to']}:{edge['source']}", (None, None))
         found.append(
-            Edge(producer=edge["from"], consumer=edge["to"], source=edge["source"], depth=depth, capacity=capacity)
+            EdgeFacts(producer=edge["from"], consumer=edge["to"], source=edge["source"], depth=depth, capacity=capacity)
         )
     return tuple(found)
 

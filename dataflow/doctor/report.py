@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.doctor.facts import Facts, Node, Worker
+from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.logs import Trouble, last_errors
 from dataflow.doctor.verdict import MOVES_S, verdict
 from dataflow.doctor.waiting import seconds, trouble, waits
@@ -147,7 +147,7 @@ def _process(process: Process | None) -> list[str]:
     return [str(process.pid), process.state or "none", f"{process.rss_bytes / 2**20:,.0f} MiB", cpu]
 
 
-def _stacks(worker: Worker, whole: bool) -> list[str]:
+def _stacks(worker: WorkerFacts, whole: bool) -> list[str]:
     if worker.state in ("left", "gone", "down"):
         return []
     if not worker.threads:

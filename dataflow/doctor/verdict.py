@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from dataflow.doctor.facts import Facts, Node, Worker
+from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.waiting import SILENT_S, Wait, ends, seconds, trouble, troubled, waits
 
 MOVES_S = 10.0
@@ -105,11 +105,11 @@ def _who(waiting: list[str], root: str, found: list[Wait]) -> str:
     return f"{_list([repr(name) for name in waiting])} {'wait' if len(waiting) > 1 else 'waits'} for"
 
 
-def _named(worker: Worker) -> str:
+def _named(worker: WorkerFacts) -> str:
     return f"{worker.name} (pid {worker.process.pid})" if worker.process is not None else worker.name
 
 
-def _is(worker: Worker) -> str:
+def _is(worker: WorkerFacts) -> str:
     return trouble(worker) or "is ready"
 
 

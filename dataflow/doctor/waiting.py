@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from dataflow.doctor.facts import AWAY, Awaited, Edge, Facts, Node, Worker
+from dataflow.doctor.facts import AWAY, Awaited, EdgeFacts, Facts, Node, WorkerFacts
 
 SILENT_S = 2.0
 """A worker beats five times a second; one that has said nothing for so long does not answer."""
@@ -20,7 +20,7 @@ class Wait:
     why: str
 
 
-def trouble(worker: Worker) -> str:
+def trouble(worker: WorkerFacts) -> str:
     """What is the matter with a worker, to follow its name in a sentence; empty: nothing."""
     process = worker.process
     if worker.state in ("stopping", "left"):
@@ -39,7 +39,7 @@ def trouble(worker: Worker) -> str:
     return ""
 
 
-def troubled(node: Node) -> list[Worker]:
+def troubled(node: Node) -> list[WorkerFacts]:
     """The workers of a node with which something is the matter."""
     return [worker for worker in node.workers if trouble(worker)]
 
@@ -94,7 +94,7 @@ def seconds(value: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
-def _away(worker: Worker) -> str:
+def _away(worker: WorkerFacts) -> str:
     again = f" again (restart {worker.restarts})" if worker.restarts else ""
     because = f"; it {worker.cause}" if worker.cause else ""
     if worker.state == "down":
@@ -210,7 +210,7 @@ def _sources(facts: Facts, name: str) -> list[str]:
     return [edge.source for edge in facts.edges if edge.consumer == name]
 
 
-def _live_edges(facts: Facts, node: Node) -> list[Edge]:
+def _live_edges(facts: Facts, node: Node) -> list[EdgeFacts]:
     """Edges on which rows should come now: of the sources that the run waits for."""
     ending = [edge for edge in facts.edges if edge.consumer == node.name]
     wanted = [edge for edge in ending if (edge.source in facts.on_demand) == facts.evaluating]

@@ -6,7 +6,7 @@ from typing import Any
 
 from dataflow.draw import html, svg, text
 from dataflow.draw.curve import reward_curve_svg
-from dataflow.draw.picture import Frame, Picture, read
+from dataflow.draw.picture import DeviceFrame, Picture, read
 from dataflow.errors import GraphError
 from dataflow.system.files import write_atomically
 
@@ -18,7 +18,7 @@ _FORMATS: Mapping[str, Callable[[Picture], str]] = {
 }
 
 
-def draw(graph: Any, path: str | Path, frames: Sequence[Frame] | None = None, title: str | None = None) -> Path:
+def draw(graph: Any, path: str | Path, frames: Sequence[DeviceFrame] | None = None, title: str | None = None) -> Path:
     """Write the picture of a NetworkX MultiDiGraph (`Graph.nx`) in the format the suffix names; the path.
 
     Raises GraphError for a suffix other than .svg, .dot, .mmd and .html, and where the folder does not exist;
@@ -38,15 +38,15 @@ def draw(graph: Any, path: str | Path, frames: Sequence[Frame] | None = None, ti
     return path
 
 
-def render_svg(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = None) -> str:
+def render_svg(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None) -> str:
     """The picture of a NetworkX MultiDiGraph (`Graph.nx`) as SVG."""
     return svg.render(read(graph, frames, title))
 
 
-def mimebundle(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = None) -> dict[str, str]:
+def mimebundle(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None) -> dict[str, str]:
     """What a notebook shows of a graph: the SVG, and a few lines of text where it cannot show that."""
     picture = read(graph, frames, title)
     return {"image/svg+xml": svg.render(picture), "text/plain": text.to_plain(picture)}
 
 
-__all__ = ["Frame", "draw", "mimebundle", "render_svg", "reward_curve_svg"]
+__all__ = ["DeviceFrame", "draw", "mimebundle", "render_svg", "reward_curve_svg"]

@@ -65,15 +65,15 @@ def reward_curve_svg(
     legend = []
     if reward:
         many = len(reward) >= SMOOTHED
-        name = "raw lane0" if many else "lane0"
+        name = "raw stream0" if many else "stream0"
         legend += [(name, "reward, mean of a step")]
         body.append(_line(name, [place(*point) for point in _thin(reward)]))
         if many:
-            legend += [("lane0", "its running mean")]
-            body.append(_line("lane0", [place(*point) for point in _thin(_smooth(reward))]))
+            legend += [("stream0", "its running mean")]
+            body.append(_line("stream0", [place(*point) for point in _thin(_smooth(reward))]))
     if accuracy:
-        legend += [("lane3", "accuracy on held-out prompts")]
-        body.append(_line("lane3", [place(*point) for point in accuracy]))
+        legend += [("stream3", "accuracy on held-out prompts")]
+        body.append(_line("stream3", [place(*point) for point in accuracy]))
         body += [_dot(*place(*point), point) for point in accuracy]
         for point in dict.fromkeys((accuracy[0], accuracy[-1])):
             x, y = place(*point)
@@ -141,6 +141,6 @@ def _line(name: str, points: Sequence[tuple[float, float]]) -> str:
 
 def _dot(x: float, y: float, point: tuple[float, float]) -> str:
     return (
-        f'<g class="lane3"><circle class="tip" cx="{x:.1f}" cy="{y:.1f}" r="3.6">'
+        f'<g class="stream3"><circle class="tip" cx="{x:.1f}" cy="{y:.1f}" r="3.6">'
         f"<title>step {point[0]:g}: {point[1]:.3f}</title></circle></g>"
     )

@@ -31,17 +31,17 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class ForwardEdge:
     """Something that flows from left to right."""
 
     tail: str
     head: str
-    lane: int = 0
-    """Which of the parallel lanes; lane 0 is kept straightest."""
+    stream: int = 0
+    """Which of the parallel streams; stream 0 is kept straightest."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Back:
+class BackEdge:
     """Something that is led round the outside."""
 
     tail: str
@@ -57,8 +57,8 @@ class Spacing:
     """Least distance between two layers."""
     row: float = 30.0
     """Least distance between two boxes of a layer."""
-    lane: float = 7.0
-    """Distance between parallel lanes."""
+    stream: float = 7.0
+    """Distance between parallel streams."""
     outer: float = 24.0
     """Distance between the boxes and the nearest back edge."""
     track: float = 22.0
@@ -124,7 +124,7 @@ class BackRoute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class DrawnLayout:
     """Where everything is."""
 
     boxes: dict[str, Rect]

@@ -6,7 +6,7 @@ from string import Template
 from typing import Any, TypeAlias
 
 from dataflow.draw import svg
-from dataflow.draw.picture import Box, Picture, knob_text
+from dataflow.draw.picture import OperatorBox, Picture, knob_text
 from dataflow.draw.words import xml
 from dataflow.model import Model
 
@@ -31,7 +31,7 @@ def _part(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _facts(picture: Picture, box: Box) -> dict[str, Any]:
+def _facts(picture: Picture, box: OperatorBox) -> dict[str, Any]:
     kind = type(box.operator)
     arriving: dict[str, Columns] = {}
     leaving: dict[str, Columns] = {}
@@ -39,9 +39,9 @@ def _facts(picture: Picture, box: Box) -> dict[str, Any]:
     for wire in picture.wires:
         columns = {name: str(arrow) for name, arrow in wire.columns.items()}
         if wire.head == box.name:
-            arriving.setdefault(wire.lane, {}).update(columns)
+            arriving.setdefault(wire.stream, {}).update(columns)
         if wire.tail == box.name:
-            leaving.setdefault(wire.lane, {}).update(columns)
+            leaving.setdefault(wire.stream, {}).update(columns)
             added.update(dict.fromkeys(wire.added))
     uses = box.operator.uses
     return {
@@ -67,13 +67,13 @@ def _model(model: Model) -> str:
     return f"{model.name} ({', '.join(facts)})"
 
 
-def _by_columns(title: str, lanes: dict[str, Columns]) -> list[tuple[str, Columns]]:
-    """One table for all lanes that carry the same columns."""
+def _by_columns(title: str, streams: dict[str, Columns]) -> list[tuple[str, Columns]]:
+    """One table for all streams that carry the same columns."""
     found: list[tuple[list[str], Columns]] = []
-    for lane, columns in lanes.items():
+    for stream, columns in streams.items():
         same = next((names for names, other in found if other == columns), None)
         if same is None:
-            found.append(([lane], columns))
+            found.append(([stream], columns))
         else:
-            same.append(lane)
+            same.append(stream)
     return [(f"{title}, rows of {', '.join(names)}", columns) for names, columns in found]

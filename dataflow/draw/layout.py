@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from dataflow.draw import levels, ordering, routes
-from dataflow.draw.geometry import Back, Layout, Link, Rect, Size, Spacing
+from dataflow.draw.geometry import BackEdge, DrawnLayout, ForwardEdge, Rect, Size, Spacing
 
 MOST_BENDS = 20_000
 """Above so many bends, links that skip layers are drawn straight through."""
@@ -12,10 +12,10 @@ MOST_BENDS = 20_000
 
 def arrange(
     sizes: Mapping[str, Size],
-    links: Sequence[Link],
-    backs: Sequence[Back] = (),
+    links: Sequence[ForwardEdge],
+    backs: Sequence[BackEdge] = (),
     spacing: Spacing | None = None,
-) -> Layout:
+) -> DrawnLayout:
     """Place boxes and lead links between them; the same input gives the same drawing."""
     spacing = spacing or Spacing()
     names = list(sizes)
@@ -37,7 +37,7 @@ def arrange(
     lines = routes.links(links, names, grid.chains, boxes, layer, columns, heights, spacing)
     back_routes = routes.backs(backs, boxes, layer, columns, spacing)
     trunks = {link.tail: (columns[layer[link.tail]].right, boxes[link.tail].middle) for link in links}
-    return Layout(
+    return DrawnLayout(
         boxes=boxes,
         links=lines,
         backs=back_routes,
@@ -52,7 +52,7 @@ class _Grid:
     def __init__(
         self,
         sizes: Mapping[str, Size],
-        links: Sequence[Link],
+        links: Sequence[ForwardEdge],
         pairs: Sequence[tuple[str, str]],
         layer: Mapping[str, int],
         spacing: Spacing,
@@ -65,9 +65,9 @@ class _Grid:
         self.after: list[list[int]] = [[] for _ in sizes]
         self.pulls: list[dict[int, float]] = [{} for _ in sizes]
         self.chains: dict[tuple[str, str], list[int]] = {}
-        lanes: dict[tuple[str, str], list[int]] = {}
+        streams: dict[tuple[str, str], list[int]] = {}
         for link in links:
-            lanes.setdefault((link.tail, link.head), []).append(link.lane)
+            streams.setdefault((link.tail, link.head), []).append(link.stream)
         for name in _depth_first(list(sizes), pairs):
             self.rows[layer[name]].append(index[name])
         bends = sum(layer[head] - layer[tail] - 1 for tail, head in pairs)
@@ -75,8 +75,8 @@ class _Grid:
             skipped = range(layer[tail] + 1, layer[head])
             if skipped and bends > MOST_BENDS:
                 continue
-            chain = [self._bend(at, len(lanes[tail, head]), spacing) for at in skipped]
-            pull = sum(8.0 if lane == 0 else 1.0 for lane in lanes[tail, head])
+            chain = [self._bend(at, len(streams[tail, head]), spacing) for at in skipped]
+            pull = sum(8.0 if stream == 0 else 1.0 for stream in streams[tail, head])
             for left, right in pairwise([index[tail], *chain, index[head]]):
                 inner = (left >= self.boxes) + (right >= self.boxes)
                 self._connect(left, right, pull * (1.0, 2.0, 8.0)[inner])
@@ -93,8 +93,8 @@ class _Grid:
             pulls=self.pulls,
         )
 
-    def _bend(self, at: int, lanes: int, spacing: Spacing) -> int:
-        height = spacing.lane * (lanes - 1)
+    def _bend(self, at: int, streams: int, spacing: Spacing) -> int:
+        height = spacing.stream * (streams - 1)
         self.sizes.append(Size(width=0.0, height=height))
         self.before.append([])
         self.after.append([])

@@ -69,7 +69,7 @@ def spread(wanted: Sequence[float], weights: Sequence[float], steps: Sequence[fl
 
 def _distance(grid: Levels, above: int, below: int, spacing: Spacing) -> float:
     bends = (above >= grid.boxes) + (below >= grid.boxes)
-    room = (spacing.row, spacing.row * 0.6, spacing.lane * 1.5)[bends]
+    room = (spacing.row, spacing.row * 0.6, spacing.stream * 1.5)[bends]
     return grid.sizes[above].down + room + grid.sizes[below].up
 
 

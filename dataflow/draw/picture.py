@@ -1,4 +1,4 @@
-"""What a picture shows of a graph, as plain values: boxes, wires, lanes and frames."""
+"""What a picture shows of a graph, as plain values: boxes, wires, streams and frames."""
 
 import functools
 import types
@@ -32,7 +32,7 @@ _BOOKKEEPING = frozenset(
 
 
 @dataclass(frozen=True)
-class Frame:
+class DeviceFrame:
     """A group of devices and the nodes that a plan puts there."""
 
     label: str
@@ -44,7 +44,7 @@ class Frame:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
+class OperatorBox:
     """One operator."""
 
     name: str
@@ -59,12 +59,12 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
-    """Rows of one lane from one operator to another."""
+class DrawnEdge:
+    """Rows of one stream from one operator to another."""
 
     tail: str
     head: str
-    lane: str
+    stream: str
     columns: Mapping[str, Any]
     """Name to Arrow type of what travels here."""
     added: tuple[str, ...]
@@ -95,12 +95,12 @@ class Loop:
 class Picture:
     """Everything that a picture shows, in a fixed order."""
 
-    boxes: tuple[Box, ...]
-    wires: tuple[Wire, ...]
+    boxes: tuple[OperatorBox, ...]
+    wires: tuple[DrawnEdge, ...]
     loops: tuple[Loop, ...]
-    lanes: tuple[str, ...]
-    """Names of the lanes, in the order in which they are first met."""
-    frames: tuple[Frame, ...]
+    streams: tuple[str, ...]
+    """Names of the streams, in the order in which they are first met."""
+    frames: tuple[DeviceFrame, ...]
     title: str
 
     @property
@@ -110,10 +110,10 @@ class Picture:
         return [places.index(frame.where) if frame.where else at for at, frame in enumerate(self.frames)]
 
 
-def read(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = None) -> Picture:
+def read(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | None = None) -> Picture:
     """The picture of a NetworkX MultiDiGraph (`Graph.nx`)."""
     boxes = tuple(_box(name, data["operator"]) for name, data in graph.nodes(data=True))
-    wires: list[Wire] = []
+    wires: list[DrawnEdge] = []
     loops: list[Loop] = []
     for tail, head, key, data in graph.edges(keys=True, data=True):
         if data.get("plane") == "weights":
@@ -125,20 +125,20 @@ def read(graph: Any, frames: Sequence[Frame] | None = None, title: str | None = 
                 )
             )  # fmt: skip
         else:
-            columns, lane = data.get("columns") or {}, str(data.get("source", key))
+            columns, stream = data.get("columns") or {}, str(data.get("source", key))
             added = tuple(data.get("added") or ())
-            wires.append(Wire(tail=tail, head=head, lane=lane, columns=dict(columns), added=added))
+            wires.append(DrawnEdge(tail=tail, head=head, stream=stream, columns=dict(columns), added=added))
     sources = [box.name for box in boxes if box.role == "source"]
-    found = dict.fromkeys(wire.lane for wire in wires)
-    lanes = [name for name in sources if name in found]
-    lanes += [lane for lane in found if lane not in lanes]
+    found = dict.fromkeys(wire.stream for wire in wires)
+    streams = [name for name in sources if name in found]
+    streams += [stream for stream in found if stream not in streams]
     names = {box.name for box in boxes}
-    kept = [Frame(f.label, tuple(n for n in dict.fromkeys(f.nodes) if n in names), f.where) for f in frames or ()]
+    kept = [DeviceFrame(f.label, tuple(n for n in dict.fromkeys(f.nodes) if n in names), f.where) for f in frames or ()]
     return Picture(
         boxes=boxes,
         wires=tuple(wires),
         loops=tuple(loops),
-        lanes=tuple(lanes),
+        streams=tuple(streams),
         frames=tuple(frame for frame in kept if frame.nodes),
         title=title or "",
     )
@@ -185,14 +185,16 @@ def shorten(text: str, length: int = VALUE_LENGTH) -> str:
     return f"{text[: length - 1 - right]}…{text[len(text) - right :]}"
 
 
-def _box(name: str, operator: Operator) -> Box:
+def _box(name: str, operator: Operator) -> OperatorBox:
     kind = type(operator).__name__
     knobs = [f"{knob}={shorten(knob_text(value))}" for knob, value in operator.knobs().items()]
     more = len(knobs) - KNOBS_SHOWN
     if more > 0:
         knobs = [*knobs[:KNOBS_SHOWN], f"…+{more}"]
     same = kind.lower().replace("_", "") == name.lower().replace("_", "")
-    return Box(name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator), operator=operator)
+    return OperatorBox(
+        name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator), operator=operator
+    )
 
 
 def _role(operator: Operator) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dataflow.draw.geometry import Back, BackRoute, Link, Point, Rect, Size, Spacing
+from dataflow.draw.geometry import BackEdge, BackRoute, ForwardEdge, Point, Rect, Size, Spacing
 from dataflow.draw.levels import spread
 
 PORT = 7.0
@@ -53,7 +53,7 @@ def columns_of(
 
 
 def links(
-    links: Sequence[Link],
+    links: Sequence[ForwardEdge],
     names: Sequence[str],
     chains: Mapping[tuple[str, str], Sequence[int]],
     boxes: Mapping[str, Rect],
@@ -63,29 +63,29 @@ def links(
     spacing: Spacing,
 ) -> tuple[tuple[Point, ...], ...]:
     """For each link its corners, from the right side of its tail to the left side of its head."""
-    lanes: dict[tuple[str, str], list[int]] = {}
+    streams: dict[tuple[str, str], list[int]] = {}
     for link in links:
-        lanes.setdefault((link.tail, link.head), []).append(link.lane)
+        streams.setdefault((link.tail, link.head), []).append(link.stream)
 
-    def bend(link: Link, item: int) -> float:
-        beside = sorted(lanes[link.tail, link.head])
-        return heights[item] + (beside.index(link.lane) - (len(beside) - 1) / 2) * spacing.lane
+    def bend(link: ForwardEdge, item: int) -> float:
+        beside = sorted(streams[link.tail, link.head])
+        return heights[item] + (beside.index(link.stream) - (len(beside) - 1) / 2) * spacing.stream
 
     outs: dict[str, dict[int, list[float]]] = {}
     for link in links:
         chain = chains.get((link.tail, link.head), ())
         target = heights[chain[0]] if chain else boxes[link.head].middle
-        outs.setdefault(link.tail, {}).setdefault(link.lane, []).append(target)
+        outs.setdefault(link.tail, {}).setdefault(link.stream, []).append(target)
     starts: dict[tuple[str, int], float] = {}
     for tail, targets in outs.items():
-        ordered = sorted(targets, key=lambda lane: (sum(targets[lane]) / len(targets[lane]), lane))
-        for at, lane in enumerate(ordered):
-            starts[tail, lane] = boxes[tail].middle + (at - (len(ordered) - 1) / 2) * spacing.lane
+        ordered = sorted(targets, key=lambda stream: (sum(targets[stream]) / len(targets[stream]), stream))
+        for at, stream in enumerate(ordered):
+            starts[tail, stream] = boxes[tail].middle + (at - (len(ordered) - 1) / 2) * spacing.stream
 
     arrivals: dict[str, list[tuple[float, int]]] = {}
     for number, link in enumerate(links):
         chain = chains.get((link.tail, link.head), ())
-        last = bend(link, chain[-1]) if chain else starts[link.tail, link.lane]
+        last = bend(link, chain[-1]) if chain else starts[link.tail, link.stream]
         arrivals.setdefault(link.head, []).append((last, number))
     ends: dict[int, float] = {}
     for head, found in arrivals.items():
@@ -94,7 +94,7 @@ def links(
 
     drawn: list[tuple[Point, ...]] = []
     for number, link in enumerate(links):
-        y = starts[link.tail, link.lane]
+        y = starts[link.tail, link.stream]
         points = [(boxes[link.tail].right, y), (columns[layer[link.tail]].right, y)]
         for at, item in enumerate(chains.get((link.tail, link.head), ())):
             column, height = columns[layer[link.tail] + 1 + at], bend(link, item)
@@ -120,7 +120,7 @@ class _Detour:
     """A back edge on its way to being drawn."""
 
     number: int
-    back: Back
+    back: BackEdge
     sign: float
     """1 below the boxes, -1 above."""
     low: int
@@ -129,7 +129,7 @@ class _Detour:
 
 
 def backs(
-    backs: Sequence[Back],
+    backs: Sequence[BackEdge],
     boxes: Mapping[str, Rect],
     layer: Mapping[str, int],
     columns: Sequence[Column],
@@ -230,7 +230,7 @@ def bounds(
     columns: Sequence[Column],
     lines: Sequence[Sequence[Point]],
     routes: Sequence[BackRoute],
-    backs: Sequence[Back],
+    backs: Sequence[BackEdge],
 ) -> Rect:
     """The rectangle that holds everything drawn."""
     points = [point for line in lines for point in line] + [point for route in routes for point in route.points]

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 from dataflow.draw import frames as device_frames
 from dataflow.draw import theme
-from dataflow.draw.geometry import Back, BackRoute, Layout, Link, Point, Rect, Size, Spacing
+from dataflow.draw.geometry import BackEdge, BackRoute, DrawnLayout, ForwardEdge, Point, Rect, Size, Spacing
 from dataflow.draw.layout import arrange
-from dataflow.draw.picture import Box, Frame, Picture, Wire, column_lines, shorten
+from dataflow.draw.picture import DeviceFrame, DrawnEdge, OperatorBox, Picture, column_lines, shorten
 from dataflow.draw.words import mono_width, sans_width, xml
 
 NAME, SMALL, CODE = 13.0, 10.0, 9.5
@@ -31,11 +31,11 @@ def render(picture: Picture) -> str:
         spacing = Spacing(gap=spacing.gap + FRAME_PAD, row=spacing.row + extra - 14, outer=spacing.outer + title)
     indent = 8.0 + FRAME_PAD * bool(picture.frames)
     sizes = {
-        box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.lane, indent)
+        box.name: _size(box, wires.get(box.name, []), labels.get(box.name, ([], [])), spacing.stream, indent)
         for box in picture.boxes
     }
-    links = [Link(tail=w.tail, head=w.head, lane=picture.lanes.index(w.lane)) for w in picture.wires]
-    backs = [Back(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops]
+    links = [ForwardEdge(tail=w.tail, head=w.head, stream=picture.streams.index(w.stream)) for w in picture.wires]
+    backs = [BackEdge(tail=b.tail, head=b.head, label_width=mono_width(b.label, CODE) + 12) for b in picture.loops]
     layout = arrange(sizes, links, backs, spacing)
     wider = _widened(picture, layout, sizes)
     if wider:
@@ -45,17 +45,17 @@ def render(picture: Picture) -> str:
     return _document(picture, layout, columns, spacing)
 
 
-def _document(picture: Picture, layout: Layout, columns: Sequence[str], spacing: Spacing) -> str:
+def _document(picture: Picture, layout: DrawnLayout, columns: Sequence[str], spacing: Spacing) -> str:
     body: list[str] = []
     framed = [_pieces(frame.nodes, layout, _title(picture)) for frame in picture.frames]
     for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
         body += [_frame(shade, frame, rect) for rect in found]
-    many = len(picture.lanes) > 1
+    many = len(picture.streams) > 1
     led: set[tuple[str, str]] = set()
     for wire, points in reversed(list(zip(picture.wires, layout.links, strict=True))):
-        colour = f"lane{picture.lanes.index(wire.lane) % len(theme.LIGHT_LANES)}" if many else "lane"
-        body.append(_link(wire, points[1:] if (wire.tail, wire.lane) in led else points, colour))
-        led.add((wire.tail, wire.lane))
+        colour = f"stream{picture.streams.index(wire.stream) % len(theme.LIGHT_STREAMS)}" if many else "stream"
+        body.append(_link(wire, points[1:] if (wire.tail, wire.stream) in led else points, colour))
+        led.add((wire.tail, wire.stream))
     for loop, route in zip(picture.loops, layout.backs, strict=True):
         body.append(_back(f"{loop.tail} → {loop.head}: {loop.label}", route))
     for shade, frame, found in zip(picture.shades, picture.frames, framed, strict=True):
@@ -97,15 +97,15 @@ def _document(picture: Picture, layout: Layout, columns: Sequence[str], spacing:
     )
 
 
-def _by_tail(picture: Picture) -> dict[str, list[Wire]]:
-    found: dict[str, list[Wire]] = {}
+def _by_tail(picture: Picture) -> dict[str, list[DrawnEdge]]:
+    found: dict[str, list[DrawnEdge]] = {}
     for wire in picture.wires:
         found.setdefault(wire.tail, []).append(wire)
     return found
 
 
-def _labels(wires: Sequence[Wire]) -> tuple[list[str], list[str]]:
-    """Lines over and under the trunk: one label where all lanes carry the same new columns, else two."""
+def _labels(wires: Sequence[DrawnEdge]) -> tuple[list[str], list[str]]:
+    """Lines over and under the trunk: one label where all streams carry the same new columns, else two."""
     kinds = [kind for kind in dict.fromkeys(wire.added for wire in wires) if kind]
     if len(kinds) > 2:
         kinds = [tuple(dict.fromkeys(name for kind in kinds for name in kind))]
@@ -113,7 +113,9 @@ def _labels(wires: Sequence[Wire]) -> tuple[list[str], list[str]]:
     return lines[0], lines[1]
 
 
-def _size(box: Box, wires: Sequence[Wire], labels: tuple[list[str], list[str]], lane: float, indent: float) -> Size:
+def _size(
+    box: OperatorBox, wires: Sequence[DrawnEdge], labels: tuple[list[str], list[str]], stream: float, indent: float
+) -> Size:
     above, below = labels
     width = max(
         [
@@ -123,18 +125,18 @@ def _size(box: Box, wires: Sequence[Wire], labels: tuple[list[str], list[str]], 
         + [mono_width(line, CODE) for line in box.knobs]
     )
     height = 2 * 10 + 14 + (13 if box.subtitle else 0) + (len(box.knobs) * LINE + 8 if box.knobs else 0)
-    lanes = (len({wire.lane for wire in wires}) - 1) / 2 * lane if wires else 0.0
+    streams = (len({wire.stream for wire in wires}) - 1) / 2 * stream if wires else 0.0
     text = max([mono_width(line, CODE) for line in (*above, *below)], default=0.0)
     return Size(
         width=max(width + 2 * PAD + 4, 76.0),
         height=height,
         trunk=text + indent + 8 if text else 8.0 * bool(wires),
-        label_above=len(above) * 11.5 + 8 + lanes if above else 0.0,
-        label_below=len(below) * 11.5 + 8 + lanes if below else 0.0,
+        label_above=len(above) * 11.5 + 8 + streams if above else 0.0,
+        label_below=len(below) * 11.5 + 8 + streams if below else 0.0,
     )
 
 
-def _box(number: int, box: Box, rect: Rect) -> str:
+def _box(number: int, box: OperatorBox, rect: Rect) -> str:
     x, y = rect.left + PAD + 4, rect.top + 10 + 11
     doc = " ".join((type(box.operator).__doc__ or "").partition(">>>")[0].split())  # without the example
     parts = [
@@ -173,7 +175,7 @@ def _columns(rect: Rect, size: Size, lines: tuple[Sequence[str], Sequence[str]],
     return "".join(parts)
 
 
-def _link(wire: Wire, points: Sequence[Point], colour: str) -> str:
+def _link(wire: DrawnEdge, points: Sequence[Point], colour: str) -> str:
     end = points[-1]
     drawn = [*points[:-1], (end[0] - ARROW, end[1])]
     path = f"M{_n(drawn[0][0])} {_n(drawn[0][1])}"
@@ -183,7 +185,7 @@ def _link(wire: Wire, points: Sequence[Point], colour: str) -> str:
         else:
             middle = (x0 + x1) / 2
             path += f"C{_n(middle)} {_n(y0)} {_n(middle)} {_n(y1)} {_n(x1)} {_n(y1)}"
-    text = f"{wire.tail} → {wire.head} ({wire.lane}): {', '.join(wire.columns)}"
+    text = f"{wire.tail} → {wire.head} ({wire.stream}): {', '.join(wire.columns)}"
     head = f"M{_n(end[0])} {_n(end[1])}l{_n(-ARROW - 1)} -3.4v6.8z"
     return (
         f'<g class="link {colour}"><title>{xml(text)}</title><path class="line" d="{path}"/>'
@@ -228,7 +230,7 @@ def _back_label(label: str, at: Point) -> str:
     )
 
 
-def _widened(picture: Picture, layout: Layout, sizes: dict[str, Size]) -> dict[str, Size]:
+def _widened(picture: Picture, layout: DrawnLayout, sizes: dict[str, Size]) -> dict[str, Size]:
     """Boxes that must be wider, because the frame around them is too narrow for its label."""
     wider: dict[str, Size] = {}
     for frame in picture.frames:
@@ -246,13 +248,13 @@ def _title(picture: Picture) -> float:
     return FRAME_TITLE + FRAME_PLACE * any(frame.where for frame in picture.frames)
 
 
-def _pieces(nodes: Sequence[str], layout: Layout, title: float) -> list[Rect]:
+def _pieces(nodes: Sequence[str], layout: DrawnLayout, title: float) -> list[Rect]:
     members, others = device_frames.members_of(layout.boxes, nodes)
     found = device_frames.pieces(members, others, reach=300.0)
     return [piece.grown(FRAME_PAD, FRAME_PAD + title - 3, FRAME_PAD) for piece in found]
 
 
-def _frame(shade: int, frame: Frame, rect: Rect) -> str:
+def _frame(shade: int, frame: DeviceFrame, rect: Rect) -> str:
     told = " · ".join(filter(None, (frame.label, frame.where)))
     return (
         f'<g class="frame frame{shade % len(theme.LIGHT_FRAMES)}"><title>{xml(told)}</title>'
@@ -261,7 +263,7 @@ def _frame(shade: int, frame: Frame, rect: Rect) -> str:
     )
 
 
-def _frame_label(shade: int, frame: Frame, rect: Rect) -> str:
+def _frame_label(shade: int, frame: DeviceFrame, rect: Rect) -> str:
     texts = [
         f'<text{kind} x="{_n(rect.left + 10)}" y="{_n(rect.top + 14 + at * FRAME_PLACE)}">'
         f"{xml(shorten(text, FRAME_LENGTH))}</text>"
@@ -272,9 +274,10 @@ def _frame_label(shade: int, frame: Frame, rect: Rect) -> str:
 
 def _legend(picture: Picture, x: float, y: float) -> tuple[list[str], float]:
     entries = []
-    if len(picture.lanes) > 1:
+    if len(picture.streams) > 1:
         entries = [
-            (f"link lane{at % len(theme.LIGHT_LANES)}", f"rows of {lane}") for at, lane in enumerate(picture.lanes[:8])
+            (f"link stream{at % len(theme.LIGHT_STREAMS)}", f"rows of {stream}")
+            for at, stream in enumerate(picture.streams[:8])
         ]
     if picture.loops and entries:
         entries.append(("weights", "weights"))

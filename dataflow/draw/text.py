@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from dataflow.draw.picture import Box, Frame, Picture, column_lines
-from dataflow.draw.theme import LIGHT, LIGHT_FRAMES, LIGHT_LANES
+from dataflow.draw.picture import DeviceFrame, OperatorBox, Picture, column_lines
+from dataflow.draw.theme import LIGHT, LIGHT_FRAMES, LIGHT_STREAMS
 from dataflow.draw.words import dot, mermaid, yaml
 
 _SHAPES = {"source": ("([", "])"), "sink": ("[/", "/]"), "trainer": ("[[", "]]")}
@@ -25,11 +25,11 @@ def to_dot(picture: Picture) -> str:
             f'  subgraph "cluster_{cluster}" {{ label="{dot(_where(frame))}"; color="{colour}"; '
             f'fontname="Helvetica"; {inside} }}'
         )
-    many = len(picture.lanes) > 1
+    many = len(picture.streams) > 1
     for wire in picture.wires:
         label = "\n".join(column_lines(wire.added))
-        paint = f' color="{_cycle(LIGHT_LANES, picture.lanes.index(wire.lane))}"' if many else ""
-        hint = dot(f"{wire.lane}: {', '.join(wire.columns)}")
+        paint = f' color="{_cycle(LIGHT_STREAMS, picture.streams.index(wire.stream))}"' if many else ""
+        hint = dot(f"{wire.stream}: {', '.join(wire.columns)}")
         lines.append(f'  "{dot(wire.tail)}" -> "{dot(wire.head)}" [label="{dot(label)}"{paint} tooltip="{hint}"];')
     for loop in picture.loops:
         colour = LIGHT["weights"]
@@ -59,8 +59,8 @@ def to_mermaid(picture: Picture) -> str:
     for wire in picture.wires:
         label = "<br/>".join(mermaid(line) for line in column_lines(wire.added))
         lines.append(f"  {names[wire.tail]} -->{_quoted(label)} {names[wire.head]}")
-        if len(picture.lanes) > 1:
-            styles.append(f"  linkStyle {edges} stroke:{_cycle(LIGHT_LANES, picture.lanes.index(wire.lane))}")
+        if len(picture.streams) > 1:
+            styles.append(f"  linkStyle {edges} stroke:{_cycle(LIGHT_STREAMS, picture.streams.index(wire.stream))}")
         edges += 1
     for loop in picture.loops:
         lines.append(f"  {names[loop.tail]} -.->{_quoted(mermaid(loop.label))} {names[loop.head]}")
@@ -74,8 +74,8 @@ def to_plain(picture: Picture) -> str:
     after: dict[str, dict[str, None]] = {}
     for wire in picture.wires:
         after.setdefault(wire.tail, {})[wire.head] = None
-    lanes = ", ".join(picture.lanes) or "none"
-    lines = [f"{picture.title or 'graph'}: {len(picture.boxes)} operators, lanes {lanes}"]
+    streams = ", ".join(picture.streams) or "none"
+    lines = [f"{picture.title or 'graph'}: {len(picture.boxes)} operators, streams {streams}"]
     for box in picture.boxes:
         to = ", ".join(after.get(box.name, {}))
         lines.append(f"  {box.name}" + (f" -> {to}" if to else ""))
@@ -83,15 +83,15 @@ def to_plain(picture: Picture) -> str:
     return "\n".join(lines)
 
 
-def _label(box: Box) -> str:
+def _label(box: OperatorBox) -> str:
     return "\n".join([box.name, *([box.subtitle] if box.subtitle else []), *box.knobs])
 
 
-def _where(frame: Frame) -> str:
+def _where(frame: DeviceFrame) -> str:
     return "\n".join(filter(None, (frame.label, frame.where)))
 
 
-def _clusters(picture: Picture) -> list[tuple[int, Frame, list[str]]]:
+def _clusters(picture: Picture) -> list[tuple[int, DeviceFrame, list[str]]]:
     """Frames (with their number) in linked pieces, each node in the first that names it."""
     beside: dict[str, list[str]] = {}
     for wire in picture.wires:

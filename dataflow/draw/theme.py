@@ -34,16 +34,16 @@ DARK: dict[str, str] = {
     "sink": "#9aa4ae",
 }
 
-# Lane colours follow Okabe and Ito's palette, which the colour-blind can tell apart.
-LIGHT_LANES = ("#0072b2", "#009e73", "#b8609a", "#b97d00", "#3a9bd1", "#6b7280")
-DARK_LANES = ("#58a6ff", "#3fb98a", "#e38fc4", "#e0ac3b", "#8fd0f2", "#9aa4ae")
+# Stream colours follow Okabe and Ito's palette, which the colour-blind can tell apart.
+LIGHT_STREAMS = ("#0072b2", "#009e73", "#b8609a", "#b97d00", "#3a9bd1", "#6b7280")
+DARK_STREAMS = ("#58a6ff", "#3fb98a", "#e38fc4", "#e0ac3b", "#8fd0f2", "#9aa4ae")
 LIGHT_FRAMES = ("#7c5cd6", "#0e8fa8", "#b08900", "#c0508a", "#5f8f1f", "#64748b")
 DARK_FRAMES = ("#a48bf0", "#4cc3d9", "#d8b742", "#e08bb8", "#9bc65a", "#94a3b8")
 
 
 def style() -> str:
     """The style sheet, each rule bound to the class of the picture: it changes nothing else on a page."""
-    light, dark = _colours(LIGHT, LIGHT_LANES, LIGHT_FRAMES), _colours(DARK, DARK_LANES, DARK_FRAMES)
+    light, dark = _colours(LIGHT, LIGHT_STREAMS, LIGHT_FRAMES), _colours(DARK, DARK_STREAMS, DARK_FRAMES)
     return f"{_fixed()}{light}@media (prefers-color-scheme:dark){{{dark}}}"
 
 
@@ -71,7 +71,7 @@ def _fixed() -> str:
     return _rules(rules)
 
 
-def _colours(of: Mapping[str, str], lanes: Sequence[str], frames: Sequence[str]) -> str:
+def _colours(of: Mapping[str, str], streams: Sequence[str], frames: Sequence[str]) -> str:
     rules = {
         " .paper": f"fill:{of['paper']}",
         " text": f"fill:{of['ink']}",
@@ -84,8 +84,8 @@ def _colours(of: Mapping[str, str], lanes: Sequence[str], frames: Sequence[str])
         " .grid": f"stroke:{of['hair']}",
         " .box": f"fill:{of['card']};stroke:{of['hair']}",
         " .rule": f"stroke:{of['hair']}",
-        " .link.lane .line": f"stroke:{of['line']}",
-        " .link.lane .tip": f"fill:{of['line']}",
+        " .link.stream .line": f"stroke:{of['line']}",
+        " .link.stream .tip": f"fill:{of['line']}",
         " .weights .line": f"stroke:{of['weights']}",
         " .weights .tip": f"fill:{of['weights']}",
         " .weights .note": f"fill:{of['weights']}",
@@ -94,9 +94,9 @@ def _colours(of: Mapping[str, str], lanes: Sequence[str], frames: Sequence[str])
     }
     for role in ("source", "operator", "model", "trainer", "sink"):
         rules[f" .{role} .accent"] = f"fill:{of[role]}"
-    for at, colour in enumerate(lanes):
-        rules[f" .lane{at} .line"] = f"stroke:{colour}"
-        rules[f" .lane{at} .tip"] = f"fill:{colour}"
+    for at, colour in enumerate(streams):
+        rules[f" .stream{at} .line"] = f"stroke:{colour}"
+        rules[f" .stream{at} .tip"] = f"fill:{colour}"
     for at, colour in enumerate(frames):
         rules[f" .frame{at} rect"] = f"fill:{colour};stroke:{colour}"
         rules[f" .frame{at} text"] = f"fill:{colour};stroke:{of['paper']}"

@@ -34,15 +34,15 @@ def timeline_svg(
     bottom = TOP + len(shown) * ROW
     for mark in marks:
         body.append(f'<path class="grid" d="M{place(mark):.1f} {TOP - 6:g}V{bottom:.1f}"/>')
-    lanes: dict[str, int] = {}
+    streams: dict[str, int] = {}
     for number, (name, found) in enumerate(shown):
         y = TOP + number * ROW
-        lane = lanes.setdefault(name.partition(" ")[0], len(lanes)) % len(theme.LIGHT_LANES)
+        stream = streams.setdefault(name.partition(" ")[0], len(streams)) % len(theme.LIGHT_STREAMS)
         busy = sum(min(end, b) - max(begin, a) for a, b in found) / (end - begin)
         path = "".join(f"M{a:.1f} {y + ROW / 2:.1f}H{b:.1f}" for a, b in _joined(found, place))
         body.append(f'<text class="axis end" x="{LEFT - 10:g}" y="{y + ROW / 2 + 4:.1f}">{xml(name)}</text>')
         if path:
-            body.append(f'<g class="bar lane{lane}"><path class="line" d="{path}"/></g>')
+            body.append(f'<g class="bar stream{stream}"><path class="line" d="{path}"/></g>')
         body.append(f'<text class="axis" x="{WIDTH - RIGHT + 10:g}" y="{y + ROW / 2 + 4:.1f}">{busy:.0%}</text>')
     for at in range(5):
         seconds = begin + (end - begin) * at / 4

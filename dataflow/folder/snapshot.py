@@ -16,7 +16,7 @@ that was replaced spoils another's."""
 
 
 @dataclass
-class Snapshot:
+class SnapshotFile:
     """One file, of parts that are known by name; each is asked for its plain values.
 
     consumes: what the parts say of themselves

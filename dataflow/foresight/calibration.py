@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
-from dataflow.foresight.generation import Replica
+from dataflow.foresight.generation import GeneratorReplica
 from dataflow.foresight.least_squares import non_negative
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED, ASSUMED_CONSTANTS, Constants, Rates
 from dataflow.foresight.scenarios import exchanges_of
-from dataflow.foresight.seen import Seen
+from dataflow.foresight.seen import SeenRun
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.training import BACKWARD, Learners
 
@@ -34,7 +34,7 @@ _ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
 """What a line of metrics.jsonl has of a training step."""
 
 
-def calibrate(runs: Sequence[Seen], kind: str = "cpu") -> Constants:
+def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
     """Rates that come nearest to what these runs took, none below 0; what the runs do not tell apart is shared out.
 
     Runs of several sizes of models, steps and batches do. GraphError for no runs, or for runs on another kind of
@@ -61,11 +61,11 @@ def calibrate(runs: Sequence[Seen], kind: str = "cpu") -> Constants:
 
 
 def _by_threads(
-    runs: Sequence[Seen], node: Callable[[Seen], str], fitted: Callable[[Sequence[Seen]], Rates]
+    runs: Sequence[SeenRun], node: Callable[[SeenRun], str], fitted: Callable[[Sequence[SeenRun]], Rates]
 ) -> dict[int, Rates]:
     """Rates by the threads of a process: with more of them products are faster and small steps are not. Where none of
     the runs that had so many was cut over ranks, an exchange takes what it takes with others."""
-    groups: dict[int, list[Seen]] = {}
+    groups: dict[int, list[SeenRun]] = {}
     for run in runs:
         groups.setdefault(int(run.placed[node(run)].get("threads", 1)), []).append(run)
     found = {threads: fitted(groups[threads]) for threads in sorted(groups)}
@@ -76,24 +76,24 @@ def _by_threads(
     }
 
 
-def _ranks(run: Seen, node: str) -> int:
+def _ranks(run: SeenRun, node: str) -> int:
     return int(run.placed[node]["ranks"])
 
 
-def _generator(runs: Sequence[Seen], kind: DeviceKind) -> Rates:
+def _generator(runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
     """Of each stretch its decode steps that began nothing, by about how many rollouts they carried on, and the rest."""
     x: list[list[float]] = []
     y: list[float] = []
     for run in runs:
         placed = run.placed[run.generator]
-        replica = Replica(
+        replica = GeneratorReplica(
             model=run.model, kind=kind, tensor_parallel=int(placed["ranks"]), dtype=_dtype(kind)
         )  # fmt: skip
         context = run.prompt_tokens + 0.6 * run.lengths.mean
         once, token = replica.step(0.0, 0.0, _NOTHING), replica.step(1.0, context, _NOTHING)
 
         def decoding(
-            steps: float, tokens: float, replica: Replica = replica, once: Parts = once, token: Parts = token
+            steps: float, tokens: float, replica: GeneratorReplica = replica, once: Parts = once, token: Parts = token
         ) -> list[float]:
             memory = steps * once.memory + tokens * (token.memory - once.memory)
             return [steps, tokens, 0.0, tokens * token.compute, memory, steps * replica.exchanges]
@@ -119,7 +119,7 @@ def _generator(runs: Sequence[Seen], kind: DeviceKind) -> Rates:
     )  # fmt: skip
 
 
-def _learner(runs: Sequence[Seen], kind: DeviceKind) -> Rates:
+def _learner(runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
     """As `_generator`: of each step its passes, and what is done once."""
     x: list[list[float]] = []
     y: list[float] = []
@@ -171,7 +171,7 @@ def _share(seconds: float) -> float:
     return 1 / seconds if seconds > 1 / _FREE else _FREE
 
 
-def _rows(runs: Sequence[Seen]) -> dict[str, float]:
+def _rows(runs: Sequence[SeenRun]) -> dict[str, float]:
     """Seconds of a row, by operator without a model."""
     found: dict[str, NDArray[np.float64]] = {}
     for run in runs:

@@ -13,7 +13,7 @@ import numpy as np
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts_of, decoder_of
-from dataflow.foresight.generation import Replica, generate, prefill, sustain
+from dataflow.foresight.generation import GeneratorReplica, generate, prefill, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
@@ -155,7 +155,7 @@ def _ground(
     models = {source: counts_of(source) for source in sources}
     kinds = _kinds(devices)
     for kind in dict.fromkeys(kinds.values()):
-        dtype = generator.narrow or ("float32" if kind.name == "cpu" else "bfloat16")
+        dtype = generator.quantized or ("float32" if kind.name == "cpu" else "bfloat16")
         check_covered(constants.decode, decoder_of(generator.uses.source), kind, dtype)
     made = plan(
         graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, place=place,
@@ -224,7 +224,7 @@ def _shares(counts: Counter[int]) -> dict[int, float]:
 def _check_forms(graph: Structure) -> None:
     """Refuse what the costs do not know."""
     for name, operator in graph.operators.items():
-        form = "adapters" if operator.uses is not None and operator.uses.lora is not None else operator.narrow
+        form = "adapters" if operator.uses is not None and operator.uses.lora is not None else operator.quantized
         if form not in (None, "fp8"):
             raise GraphError(f"'{name}' has {form}, of which no cost is known yet; foresee it without")
 
@@ -314,7 +314,7 @@ def _cut(operator: Operator, placement: Placement, ground: Foreground) -> str:
     return f"{placement.replicas // stages} x {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def _generation(replica: Replica, rollouts: float, ground: Foreground, of: float) -> tuple[float, float]:
+def _generation(replica: GeneratorReplica, rollouts: float, ground: Foreground, of: float) -> tuple[float, float]:
     """Seconds in which a replica makes so many, of those that all make, and how many it decodes at once."""
     rates, prompt = ground.rates(ground.generator), ground.workload.prompt_tokens
     slots = float(ground.generator.traits.slots)
@@ -344,7 +344,7 @@ def _exchange(
     ranks = made.placements[generator.name].ranks
     one_host = len({host for each in made.placements.values() for host in each.all_hosts}) <= 1
     link = min(kind.within_bytes_per_s if one_host else kind.between_bytes_per_s for kind in kinds.values())
-    nbytes = model.parameters * (1 if generator.narrow else 2) / ranks
+    nbytes = model.parameters * (1 if generator.quantized else 2) / ranks
     return Parts(links=nbytes / link).seconds(constants.generator)
 
 

@@ -14,7 +14,7 @@ from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import PER_LAYER, all_reduces
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import Rates
-from dataflow.foresight.steps import Steps
+from dataflow.foresight.steps import ReplicaTimes
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 _CACHE_BYTES = 2
@@ -23,7 +23,7 @@ _POINTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replica:
+class GeneratorReplica:
     """One copy of a model that generates."""
 
     model: Counts
@@ -35,7 +35,7 @@ class Replica:
     whole."""
     dtype: str = "bfloat16"
     """Of weights and products."""
-    steps: Steps | None = None
+    steps: ReplicaTimes | None = None
     """Seconds of all stages of the pipeline together; None: by rates of data sheets."""
     reserved_bytes: float = 0.0
     """On all its devices, of others: of a trainer that keeps its optimizer's state there while it generates."""
@@ -100,7 +100,7 @@ class Replica:
 
 
 def generate(
-    replica: Replica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates, of: float = 0.0
+    replica: GeneratorReplica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates, of: float = 0.0
 ) -> Parts:
     """Until so many rollouts, all of which are there at the start, are whole.
 
@@ -120,7 +120,7 @@ def generate(
 
 
 def sustain(
-    replica: Replica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates, at_once: float
+    replica: GeneratorReplica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates, at_once: float
 ) -> Parts:
     """While so many rollouts end, of which others take the places: a batch of `at_once`, or what the cache holds."""
     typical = prompt_tokens + 0.6 * lengths.mean
@@ -131,7 +131,14 @@ def sustain(
 
 
 def stragglers(
-    replica: Replica, lengths: Lengths, prompt_tokens: float, rollouts: float, rates: Rates, *, group: int, ahead: float
+    replica: GeneratorReplica,
+    lengths: Lengths,
+    prompt_tokens: float,
+    rollouts: float,
+    rates: Rates,
+    *,
+    group: int,
+    ahead: float,
 ) -> Parts:
     """From a version of the weights on, until the groups are whole that its step cannot do without.
 
@@ -144,7 +151,7 @@ def stragglers(
     return replica.step(alive, prompt_tokens + tokens / 2, rates) * tokens
 
 
-def prefill(replica: Replica, prompt_tokens: float, rollouts: float) -> Parts:
+def prefill(replica: GeneratorReplica, prompt_tokens: float, rollouts: float) -> Parts:
     """Of the prompt of each rollout."""
     if replica.steps is not None:
         return Parts(fixed=rollouts * replica.steps.prompt(prompt_tokens) / replica.pipeline_parallel)

@@ -99,7 +99,7 @@ def _mixed(low: Curve | float, high: Curve | float, share: float, times: float) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class KernelTable:
     """One table, at what names a row."""
 
     name: str
@@ -108,7 +108,7 @@ class Table:
     beyond: dict[tuple[str, str], str]
     """Of its device's tables: what was asked outside of what was measured, by table and axis."""
 
-    def cut(self, **fixed: float) -> Table:
+    def cut(self, **fixed: float) -> KernelTable:
         """With its outermost axes fixed. GraphError where nothing is left that was measured at both sides."""
         curve: Curve | float = self.curve
         for axis, value in fixed.items():
@@ -116,7 +116,7 @@ class Table:
             curve = self._cut(curve, axis, value)
         if not isinstance(curve, Curve) or not curve.at:
             raise GraphError(f"the measured table {self.name} has nothing near {fixed}; foresee with other ranks")
-        return Table(name=self.name, curve=curve, axes=self.axes[len(fixed) :], beyond=self.beyond)
+        return KernelTable(name=self.name, curve=curve, axes=self.axes[len(fixed) :], beyond=self.beyond)
 
     def seconds(self, *shape: float) -> float:
         """At values of all axes that are left."""
@@ -144,7 +144,7 @@ class Tables:
     """Version of vLLM; None: of each table the newest."""
     beyond: dict[tuple[str, str], str] = field(default_factory=dict, compare=False)
 
-    def table(self, name: str, axes: Sequence[str], **where: object) -> Table:
+    def table(self, name: str, axes: Sequence[str], **where: object) -> KernelTable:
         """Seconds over some columns, in rows with these values of others.
 
         GraphError where the package has no such table, version or rows: what it has."""
@@ -159,7 +159,7 @@ class Tables:
                 f"{self.kind} has no measured {name} with {_text(where)}; found {_text(found)}; foresee with "
                 f"other constants"
             )
-        return Table(name=name.removesuffix("_perf"), curve=curve, axes=tuple(axes), beyond=self.beyond)
+        return KernelTable(name=name.removesuffix("_perf"), curve=curve, axes=tuple(axes), beyond=self.beyond)
 
     def version(self, name: str) -> str:
         """Of vLLM, that a table was measured with."""

@@ -9,7 +9,7 @@ from functools import cached_property
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind
 from dataflow.foresight.counts import Decoder, Latent
-from dataflow.foresight.kernel_tables import PACKAGE, Table, Tables, version
+from dataflow.foresight.kernel_tables import PACKAGE, KernelTable, Tables, version
 from dataflow.foresight.links import PER_LAYER
 
 PROMPT_BATCH = 8192
@@ -77,7 +77,7 @@ class Kernels:
             f"assumed{f'; extrapolated: {beyond}' if beyond else ''}"
         )
 
-    def _forward(self, tokens: float, attention: float, exchange: Table | None) -> float:
+    def _forward(self, tokens: float, attention: float, exchange: KernelTable | None) -> float:
         """All layers, for so many tokens; `attention`: that of one layer."""
         decoder, experts = self.decoder, self.decoder.experts
         mixtures = decoder.layers - experts.dense_layers if experts else 0
@@ -96,10 +96,10 @@ class Kernels:
     def _tables(self) -> Tables:
         return Tables(kind=self.kind.name, server=self.server)
 
-    def _product(self, n: float, k: float, dtype: str) -> Table:
+    def _product(self, n: float, k: float, dtype: str) -> KernelTable:
         return self._tables.table("gemm_perf", ("n", "k", "m"), gemm_dtype=dtype).cut(n=n, k=k)
 
-    def _attention(self, name: str, length: str) -> Table:
+    def _attention(self, name: str, length: str) -> KernelTable:
         decoder = self.decoder
         if decoder.latent is not None:
             table = self._tables.table(
@@ -119,17 +119,17 @@ class Kernels:
         return max(1.0, self.decoder.kv_heads / self.ranks)
 
     @cached_property
-    def _decoding(self) -> Table:
+    def _decoding(self) -> KernelTable:
         latent = self.decoder.latent is not None
         return self._attention("mla_generation_module_perf" if latent else "generation_attention_perf", "step")
 
     @cached_property
-    def _reading(self) -> Table:
+    def _reading(self) -> KernelTable:
         latent = self.decoder.latent is not None
         return self._attention("mla_context_module_perf" if latent else "context_attention_perf", "isl")
 
     @cached_property
-    def _projections(self) -> Sequence[Table]:
+    def _projections(self) -> Sequence[KernelTable]:
         decoder, dtype = self.decoder, self.products
         if decoder.latent is not None:
             return ()  # measured with attention
@@ -139,18 +139,18 @@ class Kernels:
             self._product(decoder.width, queries * decoder.head_width, dtype),
         )
 
-    def _gated(self, inner: float) -> Sequence[Table]:
+    def _gated(self, inner: float) -> Sequence[KernelTable]:
         dtype, width = self.products, self.decoder.width
         return (
             self._product(2 * inner / self.ranks, width, dtype), self._product(width, inner / self.ranks, dtype),
         )  # fmt: skip
 
     @cached_property
-    def _mlp(self) -> Sequence[Table]:
+    def _mlp(self) -> Sequence[KernelTable]:
         return self._gated(self.decoder.inner)
 
     @cached_property
-    def _mixture(self) -> Sequence[Table]:
+    def _mixture(self) -> Sequence[KernelTable]:
         """Router, routed experts, shared ones."""
         decoder, experts = self.decoder, self.decoder.experts
         assert experts is not None
@@ -169,19 +169,19 @@ class Kernels:
         return (router, table.cut(moe_tp_size=self.ranks), *shared)
 
     @cached_property
-    def _head(self) -> Table:
+    def _head(self) -> KernelTable:
         return self._product(self.decoder.vocabulary / self.ranks, self.decoder.width, "bfloat16")
 
-    def _all_reduce(self, source: str) -> Table | None:
+    def _all_reduce(self, source: str) -> KernelTable | None:
         if self.ranks == 1:
             return None
         table = self._tables.table("custom_allreduce_perf", ("num_gpus", "message_size"), kernel_source=source)
         return table.cut(num_gpus=self.ranks)
 
     @cached_property
-    def _exchange_in_graph(self) -> Table | None:
+    def _exchange_in_graph(self) -> KernelTable | None:
         return self._all_reduce("vLLM_custom_graph")
 
     @cached_property
-    def _exchange(self) -> Table | None:
+    def _exchange(self) -> KernelTable | None:
         return self._all_reduce("vLLM_custom_eager")

@@ -12,7 +12,7 @@ import numpy as np
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind
 from dataflow.foresight.counts import Counts, decoder_of
-from dataflow.foresight.generation import Replica, prefill
+from dataflow.foresight.generation import GeneratorReplica, prefill
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import PER_LEARNT_LAYER
 from dataflow.foresight.rates import Constants, Rates
@@ -26,7 +26,7 @@ from dataflow.foresight.simulation.scenario import (
     TrainerCosts,
     coarse,
 )
-from dataflow.foresight.steps import Steps, steps_of
+from dataflow.foresight.steps import ReplicaTimes, steps_of
 from dataflow.foresight.training import BACKWARD, Learners
 from dataflow.foresight.workload import CUTS, Workload
 from dataflow.node import Learn, Operator
@@ -53,7 +53,7 @@ class Foreground:
     max_staleness: int
     weights_s: float
     """Of a version, on its way."""
-    measured: dict[tuple[DeviceKind, int, str], Steps | None] = field(default_factory=dict)
+    measured: dict[tuple[DeviceKind, int, str], ReplicaTimes | None] = field(default_factory=dict)
     """What a generator's steps take, by devices, ranks and dtype; they know what was asked of them."""
 
     @property
@@ -106,17 +106,17 @@ class Foreground:
             )
         return count // stages
 
-    def replica(self, number: int = 0) -> Replica:
+    def replica(self, number: int = 0) -> GeneratorReplica:
         """One of the generator's."""
         operator, placement = self.generator, self.made.placements[self.generator.name]
         assert operator.uses is not None, "a generator has a model"
         stages = self.cut(operator.name, "pipeline")
-        kind, dtype = self.kind(operator.name, number * stages), operator.narrow or self.dtype
+        kind, dtype = self.kind(operator.name, number * stages), operator.quantized or self.dtype
         way = (kind, placement.ranks, dtype)
         if way not in self.measured:
             decoder = decoder_of(operator.uses.source)
             self.measured[way] = steps_of(self.constants.decode, decoder, kind, ranks=placement.ranks, dtype=dtype)
-        return Replica(
+        return GeneratorReplica(
             model=self.models[operator.uses.source], kind=kind, tensor_parallel=placement.ranks, dtype=dtype,
             pipeline_parallel=stages, steps=self.measured[way],
         )  # fmt: skip
@@ -177,7 +177,7 @@ def between(graph: Structure, generator: Operator, trainer: Operator) -> list[Op
     return [graph.operators[name] for name in nx.lexicographical_topological_sort(data) if name in way]
 
 
-def _generator_costs(ground: Foreground, replica: Replica, *, shared: bool) -> GeneratorCosts:
+def _generator_costs(ground: Foreground, replica: GeneratorReplica, *, shared: bool) -> GeneratorCosts:
     rates, prompt = ground.rates(ground.generator), ground.workload.prompt_tokens
     slots = min(ground.generator.traits.slots, rates.most_rollouts)
     if not ground.on_cpu:

@@ -39,7 +39,7 @@ class Decoded:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stretch:
+class ActivitySpan:
     """What one node did between two lines of activity.jsonl."""
 
     seconds: float
@@ -55,7 +55,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Seen:
+class SeenRun:
     """One run."""
 
     path: Path
@@ -69,7 +69,7 @@ class Seen:
     prompts_per_step: int
     prompt_tokens: float
     lengths: Lengths
-    stretches: Mapping[str, Sequence[Stretch]]
+    stretches: Mapping[str, Sequence[ActivitySpan]]
     """By node."""
     steps: Sequence[Mapping[str, Any]]
     """The trainer's lines of metrics.jsonl, without the first ones."""
@@ -104,7 +104,7 @@ class Seen:
         return float(sum(line["computed_tokens"] for line in self.steps) / sum(there))
 
 
-def look(path: Path) -> Seen:
+def look(path: Path) -> SeenRun:
     """Read a run folder. GraphError where it lacks what a calibration needs: what, and what to do."""
     folder = RunFolder.open(path)
     graph, config = described(folder)
@@ -128,13 +128,13 @@ def look(path: Path) -> Seen:
         raise GraphError(f"run '{path}' has no checkpoint left, whose config.json says what model it is; take another")
     prompt, lengths = _texts(folder, [int(line["step"]) for line in counted])
     lines = _between(folder.read_activity(), trainer, int(counted[0]["step"]), int(counted[-1]["step"]))
-    found = {node["name"]: _stretches(lines, node["name"]) for node in graph["nodes"]}
+    found = {node["name"]: _activity_spans(lines, node["name"]) for node in graph["nodes"]}
     if not found[generator]:
         raise GraphError(
             f"run '{path}' has no activity.jsonl with what its nodes did; it was made by an earlier version, or was "
             f"too short: take a run of some ten seconds"
         )
-    return Seen(
+    return SeenRun(
         path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
         max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
         prompts_per_step=int(counted[0]["groups"]), prompt_tokens=prompt, lengths=lengths, stretches=found,
@@ -160,7 +160,7 @@ def _between(lines: Sequence[Mapping[str, Any]], trainer: str, first: int, last:
     return [line for line in lines if first <= line["nodes"].get(trainer, {}).get("step", -1) <= last]
 
 
-def _stretches(lines: Sequence[Mapping[str, Any]], node: str) -> list[Stretch]:
+def _activity_spans(lines: Sequence[Mapping[str, Any]], node: str) -> list[ActivitySpan]:
     """Some six, as a count that is told of in whole steps is off by one at either end of each; where a count fell, a
     process began anew, and nothing is known."""
     known = [line for line in lines if node in line["nodes"]]
@@ -172,7 +172,7 @@ def _stretches(lines: Sequence[Mapping[str, Any]], node: str) -> list[Stretch]:
         def spent(name: str, key: str, then: Any = then, now: Any = now) -> float:
             return float(now[name].get(key, 0)) - float(then.get(name, {}).get(key, 0))
 
-        made = Stretch(
+        made = ActivitySpan(
             seconds=after["seconds"] - before["seconds"], busy_s=spent(node, "busy"),
             steps=spent(node, "decode_steps") + spent(node, "step"), tokens=spent(node, "tokens"),
             rows_in=spent(node, "rows_in"), rows_out=spent(node, "rows_out"),

@@ -21,7 +21,7 @@ _OPERATIONS = {"A100": 2048, "H100": 4096, "H200": 4096, "B200": 8192}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class WeightFormat:
     """Formats of a checkpoint's weights; embedding and output layer are bfloat16."""
 
     dense: str = "bfloat16"
@@ -31,8 +31,8 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """What one token of a batch takes, in its own unit each; a time is their product with `Constants`."""
+class TokenCost:
+    """What one token of a batch takes, in its own unit each; a time is their product with `ServerConstants`."""
 
     memory: float
     """Seconds at the full bandwidth: weights once, and the cache."""
@@ -55,7 +55,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constants:
+class ServerConstants:
     """Of a server, for all devices alike."""
 
     memory: float
@@ -69,12 +69,12 @@ class Constants:
     mixture_s: float
     """Of a layer's router and the exchange of its tokens besides."""
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: TokenCost) -> float:
         """Of one token of each of a batch."""
         return float(sum(each * amount for each, amount in zip(astuple(self), astuple(step), strict=True)))
 
 
-MEASURED = Constants(
+MEASURED = ServerConstants(
     memory=1.17, products=1.30, tiles=0.430, links=2.46, hop_s=4.67e-6, layer_s=44.8e-6, mixture_s=22.7e-6
 )
 """Fitted by `python -m bench.foresight --generator` to 812 measured runs of vLLM 0.12 to 0.19."""
@@ -88,10 +88,10 @@ class Serving:
     """A replica's steps at these constants. GraphError for ranks that span nodes, which were not measured."""
 
     model: Counts
-    form: Form
+    form: WeightFormat
     kind: DeviceKind
     ranks: int = 1
-    constants: Constants = MEASURED
+    constants: ServerConstants = MEASURED
     beyond: dict[str, str] = field(default_factory=dict, compare=False)
     """What was asked outside of what was measured, a clause each."""
 
@@ -134,9 +134,9 @@ class Serving:
 
 
 def step(
-    model: Counts, form: Form, kind: DeviceKind, *, ranks: int, batch: float, seen: float, prompts: float = 0.0,
+    model: Counts, form: WeightFormat, kind: DeviceKind, *, ranks: int, batch: float, seen: float, prompts: float = 0.0,
     prompts_seen: float = 0.0, exchanges: int = PER_LAYER,
-) -> Step:  # fmt: skip
+) -> TokenCost:  # fmt: skip
     """One token for each rollout of a batch, on ranks of tensor parallelism.
 
     seen: tokens of the cache that a rollout's token looks back at. prompts: tokens of prompts that come in for each
@@ -156,7 +156,7 @@ def step(
     tile = _NARROW_TILE if form.experts in ("fp4", "mxfp4") and "fp4" in kind.operations_per_s else _TILE
     tiles = 2 * max(model.experts * spread * tile, model.experts_per_token * batch) / experts
     sent = PER_LAYER * model.layers * 2 * (ranks - 1) / ranks * tokens * model.width * 2
-    return Step(
+    return TokenCost(
         memory=(nbytes / 8 + cache) / (ranks * kind.memory_bytes_per_s), products=products / ranks,
         tiles=tiles / ranks, links=sent / kind.within_bytes_per_s,
         hops=exchanges * model.layers * math.log2(ranks), layers=model.layers, mixtures=model.mixtures,

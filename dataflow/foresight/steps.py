@@ -8,13 +8,13 @@ from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind
 from dataflow.foresight.counts import Decoder, counts
 from dataflow.foresight.kernels import Kernels
-from dataflow.foresight.serving import Form, Serving
+from dataflow.foresight.serving import Serving, WeightFormat
 
 CONSTANTS = ("data-sheets", "serving", "kernels")
 """The last needs an optional package, of which the second was fitted to rows."""
 
 
-class Steps(Protocol):
+class ReplicaTimes(Protocol):
     """Of one replica."""
 
     def decode(self, batch: float, seen: float) -> float:
@@ -28,7 +28,7 @@ class Steps(Protocol):
         """In words; says what is extrapolated of all that was asked so far."""
 
 
-def steps_of(constants: str, decoder: Decoder, kind: DeviceKind, *, ranks: int, dtype: str) -> Steps | None:
+def steps_of(constants: str, decoder: Decoder, kind: DeviceKind, *, ranks: int, dtype: str) -> ReplicaTimes | None:
     """None: by `Rates`. `kernels:0.24.0` are those of one version of vLLM.
 
     GraphError where the constants have another name, or do not cover this replica."""
@@ -40,7 +40,7 @@ def steps_of(constants: str, decoder: Decoder, kind: DeviceKind, *, ranks: int, 
     if name == "kernels":
         return Kernels(decoder=decoder, kind=kind, ranks=ranks, products=dtype, server=server or None)
     if name == "serving":
-        return Serving(model=counts(decoder), form=Form(dense=dtype, experts=dtype), kind=kind, ranks=ranks)
+        return Serving(model=counts(decoder), form=WeightFormat(dense=dtype, experts=dtype), kind=kind, ranks=ranks)
     return None
 
 

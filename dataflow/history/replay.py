@@ -19,7 +19,7 @@ from dataflow.folder.retention import KNOB, gone
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.history.describe import graph_facts
-from dataflow.history.resume import Recorded, check_same
+from dataflow.history.resume import RecordedRun, check_same
 from dataflow.records import GROUP_ID
 from dataflow.structure import own_folder, trainers
 from dataflow.system.files import RunFolderError
@@ -63,7 +63,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
+class ReplayScript:
     """What a trainer is to do again."""
 
     node: str
@@ -88,7 +88,7 @@ class Script:
 class Replays(Protocol):
     """A trainer that can train recorded steps again."""
 
-    def replay(self, script: Script) -> Iterator[Mapping[str, float]]:
+    def replay(self, script: ReplayScript) -> Iterator[Mapping[str, float]]:
         """The figures of each step, in order."""
 
 
@@ -117,7 +117,7 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
     is nothing to train, or its rollouts are not those that the ledger names.
     """
     folder = RunFolder.open(wishes.run)
-    recorded = Recorded.read(folder)
+    recorded = RecordedRun.read(folder)
     check_same(folder, recorded, graph_facts(graph), None)
     node = _trainer(graph, wishes.trainer)
     trainer = graph.operators[node]
@@ -132,7 +132,7 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
     start, place = starting_point(folder.checkpoints_of(own), wishes.first)
     if start < missing:
         raise RunError(_not_kept(folder.checkpoints_of(own), node, start, missing))
-    script = Script(
+    script = ReplayScript(
         node=node, start=start, checkpoint=place, steps=steps_to_train(node, made, start, wishes.last),
         read=lambda step: rows_of(folder, step, own), threads=_threads(recorded, node), device=wishes.device,
         seed=recorded.seed, loss=wishes.loss, out=out,
@@ -221,12 +221,12 @@ def _trainer(graph: Graph, name: str) -> str:
     return known[0]
 
 
-def _threads(recorded: Recorded, node: str) -> int:
+def _threads(recorded: RecordedRun, node: str) -> int:
     return int(recorded.config.get("placed", {}).get(node, {}).get("threads", 1))
 
 
 def _why(graph: Graph, wishes: Wishes) -> str:
-    placed = Recorded.read(RunFolder.open(wishes.run)).config.get("placed", {})
+    placed = RecordedRun.read(RunFolder.open(wishes.run)).config.get("placed", {})
     place = placed.get(_trainer(graph, wishes.trainer), {})
     if place.get("gpus") or place.get("ranks", 1) > 1 or wishes.device != "cpu":
         return "a sum's last bits depend on the device and on the number of ranks; give --tolerance, as in 1e-4"

@@ -36,7 +36,7 @@ class Begun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class RecordedRun:
     """What a run folder says of its run."""
 
     graph: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Recorded:
     times: Mapping[str, Any]
 
     @classmethod
-    def read(cls, folder: RunFolder) -> "Recorded":
+    def read(cls, folder: RunFolder) -> "RecordedRun":
         """Errors: RunFolderError when neither the ledger nor graph.json and config.json say what the run is."""
         graph, config = described(folder)
         if not {"nodes", "edges"} <= graph.keys() or "seed" not in config:
@@ -101,7 +101,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def check_same(folder: RunFolder, recorded: Recorded, now: Mapping[str, Any], seed: int | None) -> None:
+def check_same(folder: RunFolder, recorded: RecordedRun, now: Mapping[str, Any], seed: int | None) -> None:
     """Refuse a graph or a seed that is not the run's. Errors: GraphError, which names what differs."""
     found = differences(recorded.graph, now)
     if seed is not None and seed != recorded.seed:
@@ -113,7 +113,7 @@ def check_same(folder: RunFolder, recorded: Recorded, now: Mapping[str, Any], se
         )
 
 
-def check_end(name: str, recorded: Recorded, steps: int | None, made: Mapping[str, int]) -> None:
+def check_end(name: str, recorded: RecordedRun, steps: int | None, made: Mapping[str, int]) -> None:
     """Refuse a run that has nothing left to do. Errors: RunError.
 
     name: of the run. steps: that it is to make in all. made: steps by trainer, from the ledger.
@@ -133,7 +133,7 @@ def check_end(name: str, recorded: Recorded, steps: int | None, made: Mapping[st
         raise RunError(f"'{name}' is finished: it has made its {least} steps; give it more, as in --steps {2 * least}")
 
 
-def take_up(folder: RunFolder, graph: Graph, recorded: Recorded, steps: int | None) -> Begun:
+def take_up(folder: RunFolder, graph: Graph, recorded: RecordedRun, steps: int | None) -> Begun:
     """Put a run in order that is to go on, once nobody else has a hand in it; how far it had come.
 
     Rounds of evaluations that were under way are given up, as they are asked for again; what processes of the same

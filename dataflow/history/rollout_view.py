@@ -28,7 +28,7 @@ _COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundRollout:
     """A rollout, and where it stands."""
 
     source: str
@@ -42,7 +42,7 @@ class Found:
 
 def find_rollout(
     folder: RunFolder, rollout_id: int, *, source: str | None = None, group_id: int | None = None
-) -> Found:
+) -> FoundRollout:
     """The rollout with this id. Errors: RunError where there is none, or one in each of several sources."""
     with Ledger.open(folder.ledger, readonly=True) as ledger:
         found = [
@@ -67,7 +67,7 @@ def find_rollout(
     return found[0]
 
 
-def show_rollout(found: Found, console: Console, vocabulary: "Mapping[int, str] | None" = None) -> None:
+def show_rollout(found: FoundRollout, console: Console, vocabulary: "Mapping[int, str] | None" = None) -> None:
     """Print it. vocabulary: texts of token ids; the ids are shown without."""
     row = found.row
     where = f"{found.source}, group {row[records.GROUP_ID]}, position {row[records.POSITION]}, {found.place}"
@@ -85,7 +85,7 @@ def show_rollout(found: Found, console: Console, vocabulary: "Mapping[int, str] 
     console.print(Columns([_token(*each, vocabulary) for each in chosen(row)], padding=(0, 2)))
 
 
-def plain_rollout(found: Found) -> str:
+def plain_rollout(found: FoundRollout) -> str:
     """All of it as JSON."""
     fates = [dataclasses.asdict(fate) for fate in found.fates]
     return to_json({"source": found.source, "place": found.place, "fates": fates, "rollout": found.row}, indent=1)
@@ -125,7 +125,7 @@ def _files(folder: RunFolder) -> Iterator[tuple[Path, str, int | None]]:
 
 def _in_file(
     folder: RunFolder, ledger: Ledger, path: Path, outcome: str, step: int | None, rollout_id: int
-) -> list[Found]:
+) -> list[FoundRollout]:
     """The rollouts with this id in a file. One of a step has the rows of its sources in the order of their names."""
     tables = [read_arrow(path)] if outcome else list(_stream(path))
     rows = [
@@ -144,7 +144,7 @@ def _in_file(
         sources = [path.name.partition(".")[2].removesuffix(".arrows")]
     place = str(path.relative_to(folder.path))
     return [
-        Found(source=source, place=place, row=row, fates=known.get(source, ()))
+        FoundRollout(source=source, place=place, row=row, fates=known.get(source, ()))
         for source, row in zip(sources, rows, strict=False)
     ]
 

@@ -24,14 +24,14 @@ _AGAIN_MS = 500
 
 
 @dataclass(frozen=True)
-class Ask:
+class JoinRequest:
     """A host wants to join."""
 
     rank: Natural
 
 
 @dataclass(frozen=True)
-class Told:
+class JoinReply:
     """What it has to know."""
 
     scheduler: str
@@ -39,8 +39,8 @@ class Told:
     keys: bytes = field(repr=False)
 
 
-_ASKS: Codec[Ask] = Codec("dataflow.bootstrap-ask", 1, Ask)
-_TOLD: Codec[Told] = Codec("dataflow.bootstrap-told", 1, Told)
+_ASKS: Codec[JoinRequest] = Codec("dataflow.bootstrap-ask", 1, JoinRequest)
+_TOLD: Codec[JoinReply] = Codec("dataflow.bootstrap-told", 1, JoinReply)
 
 
 def secret_keys(environ: Mapping[str, str]) -> RunKeys:
@@ -76,7 +76,7 @@ class BootstrapServer:
 
     def __init__(self, address: str, keys: RunKeys, join: Joining) -> None:
         """address: tcp, of this machine. Errors: RunError where it is taken."""
-        self._told = _TOLD.encode(Told(join.address, join.folder, join.keys))
+        self._told = _TOLD.encode(JoinReply(join.address, join.folder, join.keys))
         self._guard = Guard(keys.receivers)
         self._socket = self._guard.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 4096)
@@ -110,7 +110,7 @@ class BootstrapServer:
         self._guard.close()
 
 
-def ask(address: str, keys: RunKeys, rank: int, within_s: float) -> Told:
+def ask(address: str, keys: RunKeys, rank: int, within_s: float) -> JoinReply:
     """What the server at an address says. Errors: DeadlineError when nobody who has the secret answers."""
     deadline = time.monotonic() + within_s
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -121,7 +121,7 @@ def ask(address: str, keys: RunKeys, rank: int, within_s: float) -> Told:
         socket.connect(address)
         while time.monotonic() < deadline:
             if socket.poll(0, zmq.POLLOUT):
-                socket.send(_ASKS.encode(Ask(rank)))
+                socket.send(_ASKS.encode(JoinRequest(rank)))
             if socket.poll(_AGAIN_MS):
                 return _TOLD.decode(b"".join(socket.recv_multipart()))
     raise DeadlineError(

@@ -35,7 +35,7 @@ _ANYWHERE = ("0.0.0.0", "::", "*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hosted:
+class HostedRun:
     """A run that has its hosts."""
 
     plan: Plan
@@ -46,7 +46,7 @@ class Hosted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RunRequest:
     """What is to run on hosts."""
 
     graph: Graph
@@ -124,7 +124,7 @@ def check_hosted(listen: str, *, standby: bool) -> None:
 
 
 @contextlib.contextmanager
-def hosted(launcher: Launcher, request: Request) -> Iterator[Hosted]:
+def hosted(launcher: Launcher, request: RunRequest) -> Iterator[HostedRun]:
     """A run on its hosts, for as long as the block lasts: those of a scheduler that has died, where they are still
     there and may go on; else as many as the launcher starts. Errors: GraphError; RunError; DeadlineError."""
     with contextlib.ExitStack() as open_:
@@ -145,7 +145,7 @@ def _named(hosts: Sequence[str]) -> str:
     return ", ".join(hosts) if len(hosts) <= _SHOWN else f"{hosts[0]} to {hosts[-1]} ({len(hosts)} hosts)"
 
 
-def _left(request: Request) -> Hosted | None:
+def _left(request: RunRequest) -> HostedRun | None:
     """With the workers that a scheduler has left; None: there are none, or those were ended, as they may not go on."""
     folder = request.folder.path
     at, keys = Rendezvous.read(folder), Rendezvous.keys(folder)
@@ -162,12 +162,12 @@ def _left(request: Request) -> Hosted | None:
         all_can = not any(host.own_folder for host in hosts)  # others do not find this scheduler
         if came and all_can and request.may_take(plan) and agents.digests <= {ours}:
             taken = Taken(server=server, left=read(server.left))
-            return Hosted(plan=plan, server=server, taken=taken)
+            return HostedRun(plan=plan, server=server, taken=taken)
     server.close()
     return None
 
 
-def _gathered(launcher: Launcher, request: Request, open_: contextlib.ExitStack) -> Hosted:
+def _gathered(launcher: Launcher, request: RunRequest, open_: contextlib.ExitStack) -> HostedRun:
     """With as many hosts as the launcher starts; what was started ends with `open_`."""
     keys, folder = RunKeys.make(), request.folder.path
     agents = Agents(request.listen, keys, folder, hang_s=request.limits.hang_s)
@@ -200,4 +200,4 @@ def _gathered(launcher: Launcher, request: Request, open_: contextlib.ExitStack)
         part=request.part,
     )  # fmt: skip
     agents.build(begin, built(request.graph, plan, request.launch), request.limits.start_s)
-    return Hosted(plan=plan, server=server, taken=None)
+    return HostedRun(plan=plan, server=server, taken=None)

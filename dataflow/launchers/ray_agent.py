@@ -11,7 +11,7 @@ from dataflow.system.child import die_with_parent, in_words, program
 from dataflow.system.files import tail
 
 
-class HostAgent:
+class RayHostAgent:
     """Ray starts it anew, on another host if need be, when its process or its host has gone."""
 
     def __init__(self, scheduler: str, folder: str, keys: bytes, cpus: int, gpus: int) -> None:

@@ -13,7 +13,7 @@ _UNKNOWN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class BundleRequest:
     """So many hosts with so much of each resource."""
 
     hosts: int
@@ -27,7 +27,7 @@ class Asked:
 def asked(
     nodes: Sequence[Node], *, hosts: int = 0, cpus: int = _UNKNOWN, gpus: int = _UNKNOWN,
     resources: Mapping[str, float],
-) -> Asked:  # fmt: skip
+) -> BundleRequest:  # fmt: skip
     """What to ask for. hosts: 0 for all nodes that have what is named. cpus, gpus: -1 for as many as the smallest of
     them has, which leaves out nodes without a core. Errors: GraphError where nothing can be."""
     named = {**resources, **{name: n for name, n in ((CPU, cpus), (GPU, gpus)) if n > 0}}
@@ -43,10 +43,12 @@ def asked(
     }  # fmt: skip
     bundle = {**resources, CPU: smallest[CPU] if cpus == _UNKNOWN else cpus,
               GPU: smallest[GPU] if gpus == _UNKNOWN else gpus}  # fmt: skip
-    return Asked(hosts=hosts or len(fit), bundle={name: float(n) for name, n in bundle.items() if n})
+    return BundleRequest(hosts=hosts or len(fit), bundle={name: float(n) for name, n in bundle.items() if n})
 
 
-def cannot_be_had(wanted: Asked, nodes: Sequence[Node], free: Mapping[str, Mapping[str, float]], wait_s: float) -> str:
+def cannot_be_had(
+    wanted: BundleRequest, nodes: Sequence[Node], free: Mapping[str, Mapping[str, float]], wait_s: float
+) -> str:
     """That a placement did not come to be, with what there is. free: by node, what nobody uses."""
     return (
         f"Ray did not find {wanted.in_words()} within {wait_s:.0f} s; there {_what_there_is(nodes, free)}; ask for "

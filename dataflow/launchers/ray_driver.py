@@ -15,9 +15,9 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dataflow.errors import DataflowError, GraphError, RunError
-from dataflow.launchers.ray_agent import HostAgent
-from dataflow.launchers.ray_bundles import CPU, GPU, Asked, asked, cannot_be_had
-from dataflow.launchers.ray_messages import RAY, Connect, Connected, Ended, Place, Wrong
+from dataflow.launchers.ray_agent import RayHostAgent
+from dataflow.launchers.ray_bundles import CPU, GPU, BundleRequest, asked, cannot_be_had
+from dataflow.launchers.ray_messages import RAY, AgentEnded, Connect, Connected, PlaceAgents, Wrong
 from dataflow.system.addresses import own_address
 from dataflow.system.channel import Channel
 from dataflow.system.child import die_with_parent
@@ -27,7 +27,7 @@ _END_S = 3.0
 _TURN_S = 0.2
 
 
-class Driver:
+class RayDriver:
     """Has Ray keep an agent on each host.
 
     consumes: what the launcher wants
@@ -39,10 +39,10 @@ class Driver:
     def __init__(self, end: socket.socket) -> None:
         self._channel: Channel[Any] = Channel(end, RAY, _SEND_S)
         self._wish: Connect | None = None
-        self._run: Place | None = None
+        self._run: PlaceAgents | None = None
         self._until = 0.0
         """When the group has to be placed."""
-        self._asked: Asked | None = None
+        self._asked: BundleRequest | None = None
         self._group: PlacementGroup | None = None
         self._watches: dict[Any, Any] = {}
         """Actors, by what their `watch` is to bring."""
@@ -64,12 +64,12 @@ class Driver:
         finally:
             self._end()
 
-    def _apply(self, message: Connect | Place) -> None:
+    def _apply(self, message: Connect | PlaceAgents) -> None:
         match message:
             case Connect():
                 self._wish = message
                 self._connect(message)
-            case Place():
+            case PlaceAgents():
                 assert self._asked is not None and self._wish is not None, "it connects first"
                 self._run, self._until = message, time.monotonic() + self._wish.wait_s
                 bundles = [dict(self._asked.bundle)] * self._asked.hosts
@@ -93,11 +93,11 @@ class Driver:
             Connected(hosts=self._asked.hosts, listen=own_address("", f"tcp://{_cluster(wish.address)}"))
         )
 
-    def _start(self, run: Place, wanted: Asked) -> None:
+    def _start(self, run: PlaceAgents, wanted: BundleRequest) -> None:
         """Have an actor in each bundle of the group, which is there."""
         cpus, gpus = int(wanted.bundle[CPU]), int(wanted.bundle.get(GPU, 0))
         others = {name: amount for name, amount in wanted.bundle.items() if name not in (CPU, GPU)}
-        kept = ray.remote(max_restarts=-1, max_task_retries=-1)(HostAgent)
+        kept = ray.remote(max_restarts=-1, max_task_retries=-1)(RayHostAgent)
         for number in range(wanted.hosts):
             actor = kept.options(
                 num_cpus=cpus, num_gpus=gpus, resources=others,
@@ -120,7 +120,7 @@ class Driver:
             except ray.exceptions.RayError as error:
                 said = f"Ray gives an agent up: {str(error).strip().splitlines()[-1]}"
             if said:
-                self._channel.send(Ended(said))
+                self._channel.send(AgentEnded(said))
             del actor
 
     def _end(self) -> None:
@@ -158,4 +158,4 @@ def _numbers(plain: Any) -> dict[str, float]:
 
 if __name__ == "__main__":
     die_with_parent()
-    Driver(socket.socket(fileno=int(sys.argv[1]))).run()
+    RayDriver(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from dataflow.errors import GraphError, RunError
 from dataflow.launchers.launcher import Joining
-from dataflow.launchers.ray_messages import RAY, Connect, Connected, Ended, Place, Wrong
+from dataflow.launchers.ray_messages import RAY, AgentEnded, Connect, Connected, PlaceAgents, Wrong
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.system.child import end, in_words, program
@@ -88,7 +88,7 @@ class OnRay:
         """As `Launcher.start`; that there is no place for them is told by `ended`."""
         channel, _ = self._connect()
         name = Path(join.folder).name
-        channel.send(Place(name=name, scheduler=join.address, folder=join.folder, keys=join.keys))
+        channel.send(PlaceAgents(name=name, scheduler=join.address, folder=join.folder, keys=join.keys))
 
     def ended(self) -> list[str]:
         """As `Launcher.ended`."""
@@ -154,5 +154,5 @@ class OnRay:
         raise RunError(_words(message))
 
 
-def _words(message: Ended | Wrong) -> str:
-    return message.why if isinstance(message, Ended) else message.error
+def _words(message: AgentEnded | Wrong) -> str:
+    return message.why if isinstance(message, AgentEnded) else message.error

@@ -32,7 +32,7 @@ class Connected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PlaceAgents:
     """Have an agent on each host."""
 
     name: str
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Ended:
+class AgentEnded:
     """One agent has ended by itself, or cannot be had: why."""
 
     why: str
@@ -57,5 +57,5 @@ class Wrong:
     error: str
 
 
-RayMessage: TypeAlias = Connect | Place | Connected | Ended | Wrong
-RAY: Codec[RayMessage] = Codec("dataflow.ray-driver", 1, Connect, Place, Connected, Ended, Wrong)
+RayMessage: TypeAlias = Connect | PlaceAgents | Connected | AgentEnded | Wrong
+RAY: Codec[RayMessage] = Codec("dataflow.ray-driver", 1, Connect, PlaceAgents, Connected, AgentEnded, Wrong)

@@ -17,7 +17,7 @@ from dataflow.system.security import endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class LaunchRanks:
     """What the environment says of this process's place in the launch."""
 
     rank: int
@@ -31,7 +31,7 @@ class Ranks:
     listen."""
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> "Ranks":
+    def of(cls, environ: Mapping[str, str]) -> "LaunchRanks":
         """Errors: GraphError for what is missing or no number."""
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not environ.get(name)]
@@ -65,8 +65,8 @@ class Torchrun:
         self._agent: Local | None = None
 
     @functools.cached_property
-    def _ranks(self) -> Ranks:
-        return Ranks.of(os.environ)
+    def _ranks(self) -> LaunchRanks:
+        return LaunchRanks.of(os.environ)
 
     @property
     def hosts(self) -> int:
@@ -108,7 +108,7 @@ def become_agent(environ: MutableMapping[str, str], within_s: float) -> None:
 
     Returns in rank 0. within_s: for rank 0 to begin. Errors: GraphError, DeadlineError.
     """
-    ranks = Ranks.of(environ)
+    ranks = LaunchRanks.of(environ)
     if ranks.rank == 0:
         return
     if not ranks.leads_host:

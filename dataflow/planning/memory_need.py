@@ -22,7 +22,7 @@ def need_of(graph: Structure, operator: Operator, size: ModelSize | None, ranks:
     model = operator.uses
     if size is None or model is None:
         return None
-    parts = size.parts(model.dtype, operator.trains, model.lora, operator.narrow)
+    parts = size.parts(model.dtype, operator.trains, model.lora, operator.quantized)
     if refreshes := refreshes_of(graph, operator.name):
         parts["refreshed"] = sum(size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes)
     shares = ranks // operator.traits.dp_replicate

@@ -53,16 +53,16 @@ class ModelSize:
         """Of all `parts`."""
         return sum(self.parts(dtype, trains, lora).values())
 
-    def parts(self, dtype: str, trains: bool, lora: LoRA | None = None, narrow: str | None = None) -> dict[str, int]:
+    def parts(self, dtype: str, trains: bool, lora: LoRA | None = None, quantized: str | None = None) -> dict[str, int]:
         """Estimate: weights alone to read; weights, gradients and two AdamW moments in float32 to train.
 
         With adapters these four are of them alone, beside weights in `dtype`; a reader has the adapted layers twice.
-        narrow: linear layers that are read take a byte a number.
+        quantized: linear layers that are read take a byte a number.
         """
         if trains and lora is None:
             return {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimiser": 8 * self.parameters}
         weights = self.parameters * _BYTES[dtype]
-        if narrow is not None and not trains:
+        if quantized is not None and not trains:
             weights -= sum(rows * columns for _, rows, columns in self.linear) * (_BYTES[dtype] - 1)
         if lora is None:
             return {"weights": weights}

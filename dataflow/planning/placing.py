@@ -26,7 +26,7 @@ Found = tuple[Room, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class NodeNeeds:
     """What a node of the graph is, before it has a place."""
 
     replicas: int = 1
@@ -40,9 +40,9 @@ class Part:
     tensor_parallel: int = 1
     dp_replicate: int = 1
 
-    def of_ranks(self, ranks: int) -> "Part":
+    def of_ranks(self, ranks: int) -> "NodeNeeds":
         """What so many of its ranks are, on a host."""
-        return Part(ranks=ranks, gpus=ranks if self.gpus else 0, need=self.need)
+        return NodeNeeds(ranks=ranks, gpus=ranks if self.gpus else 0, need=self.need)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Party:
 
 def placed(
     graph: Structure,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, NodeNeeds],
     devices: Devices,
     turns: Sequence[Group],
     pins: Pins,
@@ -130,7 +130,7 @@ def host_beside(neighbours: Iterable[Iterable[str]], rooms: Sequence[Room]) -> s
     return max(counts, key=counts.__getitem__) if counts else min(rooms, key=lambda room: room.load).host.name
 
 
-def unit_of(parts: Sequence[Part]) -> Unit:
+def unit_of(parts: Sequence[NodeNeeds]) -> Unit:
     """All replicas of nodes of which one is awake at a time, or a single replica of one node."""
     needs = [part.need.total * part.replicas * part.ranks if part.need else 0 for part in parts]
     gpus = max(part.gpus for part in parts)
@@ -141,7 +141,7 @@ def unit_of(parts: Sequence[Part]) -> Unit:
 
 
 def _seated(
-    parts: Mapping[str, Part], rooms: Sequence[Room], turns: Sequence[Group], pins: Pins
+    parts: Mapping[str, NodeNeeds], rooms: Sequence[Room], turns: Sequence[Group], pins: Pins
 ) -> dict[str, list[Found]]:
     """By node, where each of its replicas is."""
     parties: list[_Party] = []
@@ -172,7 +172,7 @@ def _seated(
     return places
 
 
-def _dealt(whole: Found, part: Part) -> list[Found]:
+def _dealt(whole: Found, part: NodeNeeds) -> list[Found]:
     """What each replica has of the devices that nodes share."""
     room, gpus = whole
     return [(room, gpus[number * part.ranks : (number + 1) * part.ranks]) for number in range(part.replicas)]
@@ -195,7 +195,7 @@ def _pinned(party: _Party, rooms: Sequence[Room]) -> list[Found]:
     return found
 
 
-def _spread(party: _Party, part: Part, rooms: Sequence[Room]) -> list[Found]:
+def _spread(party: _Party, part: NodeNeeds, rooms: Sequence[Room]) -> list[Found]:
     """What each host has of the ranks of a trainer; nothing where one host has room for all, or too few have.
     GraphError where pinned hosts have not."""
 
@@ -219,7 +219,7 @@ def _spread(party: _Party, part: Part, rooms: Sequence[Room]) -> list[Found]:
     return found
 
 
-def spread_rooms(rooms: Sequence[Room], part: Part) -> list[Room]:
+def spread_rooms(rooms: Sequence[Room], part: NodeNeeds) -> list[Room]:
     """The hosts that the ranks of a trainer are spread over; none where one host has room for all, or too few have."""
     whole = unit_of([part.of_ranks(part.ranks)])
     if any(room.row(whole) is not None and not room.lacks_memory(whole) for room in rooms):
@@ -248,7 +248,7 @@ def _told(party: _Party) -> str:
 
 def _threads(
     graph: Structure,
-    heavy: Mapping[str, Part],
+    heavy: Mapping[str, NodeNeeds],
     places: Mapping[str, Sequence[Found]],
     rooms: Sequence[Room],
     turns: Sequence[Group],
@@ -272,7 +272,7 @@ def _placement(
     graph: Structure,
     node: str,
     worker: str,
-    part: Part,
+    part: NodeNeeds,
     places: Sequence[Found],
     threads: Mapping[str, int],
     named: bool,

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from dataflow.check import check, too_large_groups
-from dataflow.draw.picture import Frame
+from dataflow.draw.picture import DeviceFrame
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import MESSAGE_BYTES, message_fault
 from dataflow.node import Generate, Learn, Source
@@ -29,7 +29,7 @@ from dataflow.planning.mirrors import mirror_lines, mirrored, readers_beside
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place, read_place
 from dataflow.planning.placement import Need, Placement, Spot, amount
-from dataflow.planning.placing import Part, neighbours_of, placed, workers_of
+from dataflow.planning.placing import NodeNeeds, neighbours_of, placed, workers_of
 from dataflow.planning.ranks import check_replicas, ranks_of
 from dataflow.planning.sharing import (
     Group,
@@ -157,7 +157,7 @@ class Plan:
         """Of all that it says: the same, where two processes have made the same plan."""
         return digest(self)
 
-    def frames(self) -> list[Frame]:
+    def frames(self) -> list[DeviceFrame]:
         """Device groups, for the picture."""
         groups: dict[tuple[str, str], list[str]] = {}
         for node, placement in self.placements.items():
@@ -169,7 +169,7 @@ class Plan:
             hosts = placement.all_hosts
             where = f"host{'s' if len(hosts) > 1 else ''} {named(hosts)}" if hosts else ""
             groups.setdefault((label, where), []).append(node)
-        return [Frame(label=label, nodes=tuple(nodes), where=where) for (label, where), nodes in groups.items()]
+        return [DeviceFrame(label=label, nodes=tuple(nodes), where=where) for (label, where), nodes in groups.items()]
 
     def explain(self) -> str:
         """The plan as a table."""
@@ -305,9 +305,9 @@ def _parts(
     ranks: Mapping[str, int],
     sizes: Mapping[str, ModelSize],
     one_process: bool,
-) -> dict[str, Part]:
+) -> dict[str, NodeNeeds]:
     """How often each node runs, as how many ranks, and what each needs."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, NodeNeeds] = {}
     for name, operator in graph.operators.items():
         if operator.light and name in gpus:
             raise GraphError(f"'{name}' is given {gpus[name]} GPUs, but it uses no device; leave it out")
@@ -316,7 +316,7 @@ def _parts(
         count = gpus[name] // each if name in gpus else replicas.get(name, 1)
         check_replicas(operator, count)
         need = need_of(graph, operator, sizes.get(model.source) if model else None, each)
-        parts[name] = Part(
+        parts[name] = NodeNeeds(
             replicas=count, ranks=each, gpus=gpus.get(name, 0), need=need, may_spread=isinstance(operator, Spreads),
             tensor_parallel=operator.traits.tensor_parallel, dp_replicate=operator.traits.dp_replicate,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from dataflow.planning.hosts import Devices
 from dataflow.planning.placement import Placement
-from dataflow.planning.placing import Part, host_beside, spread_rooms, unit_of
+from dataflow.planning.placing import NodeNeeds, host_beside, spread_rooms, unit_of
 from dataflow.planning.plan import Plan
 from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
 from dataflow.planning.sharing import at_once
@@ -115,11 +115,11 @@ def most_replicas(
     return len(settle(_roomy(rooms, unit), unit, devices.gpus))
 
 
-def _part(placement: Placement, replicas: int | None = None) -> Part:
+def _part(placement: Placement, replicas: int | None = None) -> NodeNeeds:
     """replicas: of so many; None: of all."""
     count = placement.replicas if replicas is None else replicas
     gpus = count * placement.ranks if placement.gpus else 0
-    return Part(
+    return NodeNeeds(
         replicas=count, ranks=placement.ranks, gpus=gpus, need=placement.need,
         tensor_parallel=placement.tensor_parallel, dp_replicate=placement.dp_replicate,
     )  # fmt: skip

@@ -121,7 +121,7 @@ def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> 
         "own_folder": own_folder(graph, node), "prompt_steps": _prompt_steps(graph, operator),
         "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads_of(replica),
         "replicas": plan.placements[node].replicas, "ranks": plan.placements[node].ranks,
-        "narrow": narrow_format(graph, trainers[0]) if trainers else None,
+        "quantized": quantized_format(graph, trainers[0]) if trainers else None,
     }  # fmt: skip
 
 
@@ -180,9 +180,9 @@ def _feedback(graph: Structure, node: str) -> Bound | None:
     return None
 
 
-def narrow_format(graph: Structure, trainer: str) -> str | None:
-    """The narrow format that all readers of a trainer want; None, full tensors, where one wants another or none."""
-    wanted = {reader.narrow for reader in readers_of(graph, trainer)}
+def quantized_format(graph: Structure, trainer: str) -> str | None:
+    """The quantized format that all readers of a trainer want; None, full tensors, where one wants another or none."""
+    wanted = {reader.quantized for reader in readers_of(graph, trainer)}
     return wanted.pop() if len(wanted) == 1 else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dataflow.agent.digest import other_program, other_versions, versions
 from dataflow.agent.forkserver_client import Event
-from dataflow.agent.forkserver_messages import Alive, End, Handed, Kill, Notice, Pause, Spawn, Stay
+from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, Pause, SendSignal, Spawn, Stay
 from dataflow.agent.messages import (
     Begin,
     Built,
@@ -156,7 +156,7 @@ class Agents:
         """Send a signal to a worker. forget: it is nobody's wish any more, should its host not have heard that."""
         for host, agent in self._hosts.items():
             if name in agent.handed or (name in self._asked and host_of(self._asked[name]) == host):
-                self._send(agent, Kill(name, int(number)))
+                self._send(agent, SendSignal(name, int(number)))
         if forget:
             self._asked.pop(name, None)
 
@@ -337,7 +337,7 @@ class Agents:
 
     def _clear(self, agent: HostAgent) -> None:
         for name in agent.living:
-            self._send(agent, Kill(name, int(signal.SIGKILL)))
+            self._send(agent, SendSignal(name, int(signal.SIGKILL)))
         if not agent.living:
             agent.is_clearing = False
             self._joined(agent.join.name, agent)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.agent.workload import Workload
+from dataflow.agent.workload import ForkWorkload
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.faults import Faults
-from dataflow.folder.snapshot import Snapshot
+from dataflow.folder.snapshot import SnapshotFile
 from dataflow.folder.swaps import latest
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
@@ -51,10 +51,10 @@ class Scheduler:
     def __init__(
         self, graph: Graph, plan: Plan, settings: Settings, *, limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic, server: ControlServer | None = None,
-        left: Mapping[str, Any] | None = None, successor: Callable[[], int] | None = None,
+        left: Mapping[str, Any] | None = None, standby: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         """Without a server, fork the forkserver: call this before there are threads. limits: those of the settings when
-        None. left: the snapshot of the scheduler before, whose workers the server has. successor: as `ControlServer`
+        None. left: the snapshot of the scheduler before, whose workers the server has. standby: as `ControlServer`
         has it."""
         limits = limits or settings.limits
         self._clock = clock
@@ -68,9 +68,9 @@ class Scheduler:
         if server is None:
             made = RunKeys.make() if settings.listen else None
             keys = made.to_plain() if made else {}
-            work = Workload.of(graph, plan)
+            work = ForkWorkload.of(graph, plan)
             server = ControlServer(
-                work.main, work.environment, work.preload, settings.listen, made, successor,
+                work.main, work.environment, work.preload, settings.listen, made, standby,
                 f"{settings.folder}/logs" if settings.folder else "",
             )  # fmt: skip
         elif server.keys is not None:
@@ -81,7 +81,7 @@ class Scheduler:
             self.table.take_up(left["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
         self._server, self.check = server, server.check
-        self.snapshot = Snapshot(server.left, {"table": self.table.to_plain}, server.number, self._clock)
+        self.snapshot = SnapshotFile(server.left, {"table": self.table.to_plain}, server.number, self._clock)
         server.ahead, server.told = self._leave_snapshot, self.notices.append
         self.stall_watch = StallWatch(self.table, server.send, settings, clock)
         self._asking = Asking(
@@ -106,7 +106,7 @@ class Scheduler:
         if self._left is not None:
             self._take_over()
             return
-        self._apply(events.Launch())
+        self._apply(events.RunBegins())
         while not self.table.begun:
             self.turn(0.1)
             progress([record.name for record in self.table if record.life is not Life.READY])
@@ -168,7 +168,7 @@ class Scheduler:
         another scheduler's, and nothing of the run was touched."""
         try:
             self.check()
-            self._apply(events.Close())
+            self._apply(events.Shutdown())
             deadline = self._clock() + self.table.limits.stop_s
             while self._clock() < deadline and any(record.may_wind_down for record in self.table):
                 messages, _, told = self._server.wait(0.05)
@@ -191,7 +191,9 @@ class Scheduler:
         was = "did not answer" if server.lives else "ended"
         self._faults.noticed(NAME, was, server.number - 1, self._clock() - server.alone_s)
         processes = {
-            event["name"]: events.Process(event["settings"]["attempt"], event["pid"], event["alive"], event["status"])
+            event["name"]: events.KeptProcess(
+                event["settings"]["attempt"], event["pid"], event["alive"], event["status"]
+            )
             for event in server.handed
         }
         self._apply(events.TakeOver(processes))
@@ -214,7 +216,7 @@ class Scheduler:
                 self._apply(events.HostLost(event["name"], event["cause"]))
             case "joined":
                 processes = {
-                    each.name: events.Process(each.settings["attempt"], each.pid, each.alive, each.status)
+                    each.name: events.KeptProcess(each.settings["attempt"], each.pid, each.alive, each.status)
                     for each in event["processes"].values()
                 }
                 self._apply(events.HostJoined(event["host"], processes))
@@ -236,7 +238,7 @@ class Scheduler:
 
     def _execute(self, command: events.Command) -> None:
         match command:
-            case events.Spawn():
+            case events.StartWorker():
                 self._spawn(command)
             case events.StartRanks():
                 self._start_ranks(command)
@@ -253,7 +255,7 @@ class Scheduler:
             case events.Outlive():
                 limits = self.table.limits
                 self._server.stay(limits.adopt_s, limits.drain_s, limits.silent_s)
-            case events.Notice():
+            case events.NotifyUser():
                 self.notices.append(command.text)
             case events.FaultNoticed():
                 self._faults.noticed(command.worker, command.cause, command.attempt, command.heard_at, command.rollouts)
@@ -261,10 +263,10 @@ class Scheduler:
                 self._faults.recovered(command.worker, command.notice)
             case events.Refuse():
                 self._server.refuse(command.who, "it names what is not its own")
-            case events.End():
+            case events.EndRun():
                 raise command.error
 
-    def _spawn(self, command: events.Spawn) -> None:
+    def _spawn(self, command: events.StartWorker) -> None:
         """Ask the forkserver for a process."""
         record, graph = self.table.workers[command.name], self.table.graph
         settings = dataclasses.replace(
@@ -292,7 +294,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _leave_snapshot(self) -> None:
-        """For a successor, before what was decided is sent."""
+        """For the next scheduler, before what was decided is sent."""
         if self.table.begun:
             with only_told(self.notices):
                 self.snapshot.write()

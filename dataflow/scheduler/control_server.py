@@ -42,8 +42,8 @@ _LIVES_S = 0.25
 _REMEMBERED = 100
 _LEFT = "left"
 """In the run folder, where the run has hosts: what a scheduler leaves for another one, be it on another host."""
-_DOOR = "door"
-"""In the folder: where a successor of the scheduler asks for the workers."""
+_TAKEOVER = "door"
+"""In the folder: where the next scheduler asks for the workers."""
 
 
 class ControlServer:
@@ -64,17 +64,17 @@ class ControlServer:
 
     def __init__(
         self, main: Main, environment: Mapping[str, str], preload: Callable[[], None], listen: str = "",
-        keys: RunKeys | None = None, successor: Callable[[], int] | None = None, logs: str = "",
+        keys: RunKeys | None = None, standby: Callable[[], int] | None = None, logs: str = "",
     ) -> None:  # fmt: skip
         """Fork the forkserver, which runs `main` in every worker; call this before the process has threads.
 
         listen: where workers speak to the scheduler, with `keys`; empty: in the folder, as requests always are.
-        successor: runs a scheduler in the place of this process when it has died. logs: folder for the forkserver's.
+        standby: runs a scheduler in the place of this process when it has died. logs: folder for the forkserver's.
         """
         folder = socket_folder.make()
         forkserver = ForkserverClient(
             main, environment, preload, clean_up=lambda: shutil.rmtree(folder, ignore_errors=True),
-            door=str(folder / _DOOR), successor=successor, log=str(Path(logs) / "forkserver.log") if logs else "",
+            takeover=str(folder / _TAKEOVER), standby=standby, log=str(Path(logs) / "forkserver.log") if logs else "",
         )  # fmt: skip
         control = endpoint(listen) if listen else f"ipc://{folder}/control"
         self._open(folder, forkserver, Whereabouts(control=control, commands=f"ipc://{folder}/commands"), keys)
@@ -82,7 +82,7 @@ class ControlServer:
     def _open(self, folder: Path, forkserver: ForkserverClient | Agents, at: Whereabouts, keys: RunKeys | None) -> None:
         self.folder, self._forkserver = folder, forkserver
         self.left = folder
-        """Where the scheduler leaves what a successor has to know."""
+        """Where the scheduler leaves what the next scheduler has to know."""
         self._lived = float("-inf")
         self._events: list[Event] = []
         self._outgoing: deque[Callable[[], object]] = deque()
@@ -338,7 +338,7 @@ class TakenOverControlServer(ControlServer):
 
     def __init__(self, folder: Path) -> None:
         """Take the workers over that have their sockets in `folder`. Errors: RunError when there are none any more."""
-        forkserver = TakenOverForkserver(str(folder / _DOOR))
+        forkserver = TakenOverForkserver(str(folder / _TAKEOVER))
         self.handed, self.alone_s = forkserver.handed, forkserver.alone_s
         self.number, self.lives = forkserver.number, forkserver.lives
         settings = self.handed[0]["settings"] if self.handed else {}

@@ -13,12 +13,12 @@ from dataflow.worker.messages import FromWorker, ToWorker
 
 
 @dataclass(frozen=True)
-class Launch:
+class RunBegins:
     """The run begins: its workers are to be started."""
 
 
 @dataclass(frozen=True)
-class Process:
+class KeptProcess:
     """A worker as the forkserver kept it while there was no scheduler."""
 
     attempt: int
@@ -32,7 +32,7 @@ class TakeOver:
     """The table is that of a scheduler that has ended, and these are its workers, by name; those that sit on a host are
     told when that has joined."""
 
-    processes: Mapping[str, Process]
+    processes: Mapping[str, KeptProcess]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class HostJoined:
     those that it had, is told as lost before."""
 
     host: Host
-    processes: Mapping[str, Process] = field(default_factory=dict)
+    processes: Mapping[str, KeptProcess] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Drain:
 
 
 @dataclass(frozen=True)
-class Close:
+class Shutdown:
     """The scheduler ends: all workers are to stop."""
 
 
@@ -114,15 +114,15 @@ class Tick:
 
 
 Event: TypeAlias = (
-    Launch | TakeOver | HostJoined | HostHeard | HostLost | Received | ProcessEvent | ForkserverGone | Wish | SwapIn
-    | Drain | Close | Tick
+    RunBegins | TakeOver | HostJoined | HostHeard | HostLost | Received | ProcessEvent | ForkserverGone | Wish | SwapIn
+    | Drain | Shutdown | Tick
 )  # fmt: skip
 
 # Commands
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spawn:
+class StartWorker:
     """Start a process for a worker: the attempt that its record has."""
 
     name: str
@@ -176,7 +176,7 @@ class Outlive:
 
 
 @dataclass(frozen=True)
-class Notice:
+class NotifyUser:
     """Say something to the user."""
 
     text: str
@@ -211,13 +211,13 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class End:
+class EndRun:
     """The run ends with this error."""
 
     error: RunError
 
 
 Command: TypeAlias = (
-    Spawn | StartRanks | EndRanks | Send | Signal | Clear | Outlive | Notice | FaultNoticed | FaultRecovered | Refuse
-    | End
+    StartWorker | StartRanks | EndRanks | Send | Signal | Clear | Outlive | NotifyUser | FaultNoticed
+    | FaultRecovered | Refuse | EndRun
 )  # fmt: skip

@@ -26,7 +26,7 @@ from dataflow.planning.plan import Plan
 from dataflow.scheduler.control import Scheduler
 from dataflow.scheduler.control_server import ControlServer, HostsControlServer, TakenOverControlServer
 from dataflow.scheduler.inline import InlineRun
-from dataflow.scheduler.progress import Watch
+from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.structure import own_folder, trainers
 from dataflow.system.clocks import RunClock, Seldom
@@ -50,7 +50,7 @@ TIMES_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrainingResult:
     """How the training phase went."""
 
     seconds: float
@@ -106,7 +106,7 @@ class Times:
         self._folder, self._begun = folder, begun
         self._looked = self._noted = time.monotonic()
 
-    def look(self, watch: Watch) -> None:
+    def look(self, watch: ProgressWatch) -> None:
         """Write how far it is, now and then."""
         if time.monotonic() - self._looked > TIMES_S:
             self._looked = time.monotonic()
@@ -127,7 +127,7 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunSpec:
     """What is to be executed."""
 
     graph: Graph
@@ -140,16 +140,16 @@ class Run:
     """The workers that do it already."""
     server: ControlServer | None = None
     """That speaks to the agents of the run's hosts, which are ready; None: all workers are on this machine."""
-    successor: Callable[[], int] | None = None
+    standby: Callable[[], int] | None = None
     """What takes the scheduler's place when it dies; as `ControlServer` has it."""
 
 
-def execute(run: Run) -> Outcome:
+def execute(run: RunSpec) -> TrainingResult:
     """Run it to its end. Errors: as `dataflow.run.run`."""
     notices: list[str] = []
     folder = RunFolder.open(run.settings.folder, Extras(notices.append))
     clock = RunClock(0.0 if run.taken is None else run.taken.away_s)
-    watch, times = Watch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
+    watch, times = ProgressWatch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
     try:
         outcome = (
             _inline(run, watch, times, notices) if run.in_one_process else _processes(run, watch, times, clock, notices)
@@ -164,7 +164,7 @@ def execute(run: Run) -> Outcome:
     return outcome
 
 
-def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: list[str]) -> Outcome:
+def _processes(run: RunSpec, watch: ProgressWatch, times: Times, clock: RunClock, notices: list[str]) -> TrainingResult:
     scheduler = _scheduler(run, watch, clock)
     scheduler.snapshot.parts |= {
         "begun": lambda: asdict(run.begun), "watch": watch.to_plain, "away_s": lambda: clock.away_s,
@@ -201,7 +201,7 @@ def _processes(run: Run, watch: Watch, times: Times, clock: RunClock, notices: l
     return _outcome(watch, scheduler.table.run)
 
 
-def _bring_home(run: Run, folder: RunFolder, disks: Mapping[str, str]) -> str:
+def _bring_home(run: RunSpec, folder: RunFolder, disks: Mapping[str, str]) -> str:
     """What hosts that do not see the run folder have made; what stays there, for the user."""
     server = run.server
     assert server is not None and server.keys is not None, "a run over hosts has keys"
@@ -216,19 +216,19 @@ def _bring_home(run: Run, folder: RunFolder, disks: Mapping[str, str]) -> str:
         return f"what the hosts have made stays there: {error}"
 
 
-def _scheduler(run: Run, watch: Watch, clock: RunClock) -> Scheduler:
+def _scheduler(run: RunSpec, watch: ProgressWatch, clock: RunClock) -> Scheduler:
     if run.taken is not None:
         watch.take_up(run.taken.left["watch"])
         return Scheduler(
             run.graph, run.plan, run.settings, clock=clock, server=run.taken.server, left=run.taken.left
         )  # fmt: skip
-    made = Scheduler(run.graph, run.plan, run.settings, clock=clock, server=run.server, successor=run.successor)
+    made = Scheduler(run.graph, run.plan, run.settings, clock=clock, server=run.server, standby=run.standby)
     if run.begun.steps:
         made.table.run.go_on(run.begun.steps, run.begun.rounds)
     return made
 
 
-def _inline(run: Run, watch: Watch, times: Times, notices: list[str]) -> Outcome:
+def _inline(run: RunSpec, watch: ProgressWatch, times: Times, notices: list[str]) -> TrainingResult:
     running = InlineRun(swapped(run.graph, latest(run.settings.swaps)), run.plan, run.settings)
     if run.begun.steps:
         running.state.go_on(run.begun.steps, run.begun.rounds)
@@ -252,8 +252,10 @@ def _inline(run: Run, watch: Watch, times: Times, notices: list[str]) -> Outcome
     return _outcome(watch, running.state)
 
 
-def _outcome(watch: Watch, state: RunStateMachine) -> Outcome:
-    return Outcome(seconds=watch.seconds, steps=state.step, stopped=state.draining, busy_seconds=watch.busy_seconds)
+def _outcome(watch: ProgressWatch, state: RunStateMachine) -> TrainingResult:
+    return TrainingResult(
+        seconds=watch.seconds, steps=state.step, stopped=state.draining, busy_seconds=watch.busy_seconds
+    )
 
 
 @contextlib.contextmanager

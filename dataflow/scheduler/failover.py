@@ -8,13 +8,13 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from dataflow.scheduler import lifecycle, scaling
-from dataflow.scheduler.events import Command, FaultNoticed, Outlive, Process, Send, Signal
+from dataflow.scheduler.events import Command, FaultNoticed, KeptProcess, Outlive, Send, Signal
 from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker.messages import Start
 
 
-def take_over(table: Table, processes: Mapping[str, Process], now: float) -> list[Command]:
+def take_over(table: Table, processes: Mapping[str, KeptProcess], now: float) -> list[Command]:
     """The workers are this scheduler's from now on. processes: as the forkserver kept them, by worker; those on hosts
     are met when the agent of each has joined (`meet`), or was not heard for too long."""
     again = scaling.repeat(table)
@@ -27,14 +27,20 @@ def take_over(table: Table, processes: Mapping[str, Process], now: float) -> lis
     return [*_take(table, here, processes, now, again), Outlive()]
 
 
-def meet(table: Table, records: Sequence[WorkerRecord], processes: Mapping[str, Process], now: float) -> list[Command]:
+def meet(
+    table: Table, records: Sequence[WorkerRecord], processes: Mapping[str, KeptProcess], now: float
+) -> list[Command]:
     """The workers of one host are this scheduler's, too."""
     return _take(table, records, processes, now, [])
 
 
 def _take(
-    table: Table, records: Sequence[WorkerRecord], processes: Mapping[str, Process], now: float, again: list[Command]
-) -> list[Command]:  # fmt: skip
+    table: Table,
+    records: Sequence[WorkerRecord],
+    processes: Mapping[str, KeptProcess],
+    now: float,
+    again: list[Command],
+) -> list[Command]:
     for record in records:
         _meet(record, processes.get(record.name), now)
     commands: list[Command] = []
@@ -53,7 +59,7 @@ def _expect(record: WorkerRecord, now: float) -> None:
     record.is_reachable = False
 
 
-def _meet(record: WorkerRecord, process: Process | None, now: float) -> None:
+def _meet(record: WorkerRecord, process: KeptProcess | None, now: float) -> None:
     """What this scheduler finds by itself."""
     record.forked_at = record.heard_at = now
     record.has_process = process is not None and process.alive
@@ -63,7 +69,7 @@ def _meet(record: WorkerRecord, process: Process | None, now: float) -> None:
         record.attempt = process.attempt if process.alive else max(record.attempt, process.attempt)
 
 
-def _adopt(table: Table, record: WorkerRecord, process: Process | None, now: float) -> list[Command]:
+def _adopt(table: Table, record: WorkerRecord, process: KeptProcess | None, now: float) -> list[Command]:
     if record.has_process:
         if record.life in (Life.READY, Life.ENDING):
             record.wired = True

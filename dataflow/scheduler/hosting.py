@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import no_host_for_too_long
 from dataflow.scheduler import failover, lifecycle, recovery, seating
-from dataflow.scheduler.events import Clear, Command, End, HostJoined, Notice, Process
+from dataflow.scheduler.events import Clear, Command, EndRun, HostJoined, KeptProcess, NotifyUser
 from dataflow.scheduler.table import HostRecord, Life, Table, WorkerRecord
 
 
@@ -49,13 +49,13 @@ def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
         return []
     host.is_alive, host.is_met, host.cause = False, True, cause
     if not table.begun and not table.is_closing:
-        return [End(WorkerDied(
+        return [EndRun(WorkerDied(
             f"host '{name}' {cause} before all workers were ready; see its agent's log in {table.folder}/logs, "
             f"and start the run again"
         ))]  # fmt: skip
     workers = [record for record in _of(table, name) if record.life is not Life.GONE]
     names = ", ".join(record.name for record in workers)
-    commands: list[Command] = [Notice(f"host '{name}' {cause}; with it fell {names or 'no worker'}")]
+    commands: list[Command] = [NotifyUser(f"host '{name}' {cause}; with it fell {names or 'no worker'}")]
     for record in sorted(workers, key=lambda record: record.may_end):
         record.stopped_since = None
         commands += lifecycle.exited(table, record, f"was on host '{name}', which {cause}", now, with_host=True)
@@ -64,7 +64,7 @@ def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
             commands += lifecycle.kill(table, record, f"had ranks on host '{name}', which {cause}", now)
     recovery.host_lost(table, host, now)
     if table.hopeless is not None:
-        commands.append(End(RunError(f"{table.hopeless} ({table.folder})")))
+        commands.append(EndRun(RunError(f"{table.hopeless} ({table.folder})")))
     return commands
 
 
@@ -89,23 +89,23 @@ def _enter(table: Table, event: HostJoined, now: float) -> list[Command]:
     host = event.host
     known = table.hosts.get(host.name)
     if known is not None and known.facts.own_folder != host.own_folder:
-        return [Notice(
+        return [NotifyUser(
             f"host '{host.name}' is back and {'does not see' if host.own_folder else 'sees'} the run folder, other "
             f"than before; nothing is started there: let it see what it saw, or give it another name"
         )]  # fmt: skip
     if known is not None and known.facts != host:
-        return [Notice(
+        return [NotifyUser(
             f"host '{host.name}' is back with {seating.size(host)}, but had {seating.size(known.facts)}; nothing is "
             f"started there: give it what it had, or another name"
         )]  # fmt: skip
     if known is None:
         table.hosts[host.name] = HostRecord(facts=host, heard_at=now)
-        return [Notice(f"host '{host.name}' has joined with {seating.size(host)}")]
+        return [NotifyUser(f"host '{host.name}' has joined with {seating.size(host)}")]
     known.is_alive, known.heard_at, known.cause = True, now, ""
-    return [Notice(f"host '{host.name}' is back")]
+    return [NotifyUser(f"host '{host.name}' is back")]
 
 
-def _missed(table: Table, host: HostRecord, processes: Mapping[str, Process], now: float) -> list[Command]:
+def _missed(table: Table, host: HostRecord, processes: Mapping[str, KeptProcess], now: float) -> list[Command]:
     """The agent has found this scheduler again; of ends in between it may not have told."""
     commands: list[Command] = []
     for record in _of(table, host.name):
@@ -123,10 +123,10 @@ def _wait_for_room(table: Table, now: float) -> list[Command]:
         return []
     if table.no_room_since is None:
         table.no_room_since = now
-        return [Notice(
+        return [NotifyUser(
             f"{seating.wanted(table, homeless)}; the run waits {table.limits.host_s:.0f} s for a host that joins "
             f"(Limits.host_s)"
         )]  # fmt: skip
     if now - table.no_room_since > table.limits.host_s:
-        return [End(no_host_for_too_long(table.limits, table.folder, seating.wanted(table, homeless)))]
+        return [EndRun(no_host_for_too_long(table.limits, table.folder, seating.wanted(table, homeless)))]
     return []

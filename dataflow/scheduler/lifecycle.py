@@ -5,7 +5,7 @@ import signal
 from dataflow.errors import RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.scheduler import recovery, scaling
-from dataflow.scheduler.events import Command, End, EndRanks, FaultNoticed, FaultRecovered, Send, Signal
+from dataflow.scheduler.events import Command, EndRanks, EndRun, FaultNoticed, FaultRecovered, Send, Signal
 from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker.messages import ALONE
@@ -34,7 +34,7 @@ def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_hos
         noticed, cause = [], swapping.CAUSE
     record.fall(cause)
     if not table.begun:
-        return [End(WorkerDied(table.obituary(record)))]
+        return [EndRun(WorkerDied(table.obituary(record)))]
     if table.is_ending:
         return [*noticed, *give_up(table, record)]
     commands = [*noticed, *scaling.fell(table, record)]
@@ -44,7 +44,7 @@ def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_hos
         recovery.died(table, record, cause, now)
     if table.hopeless is not None:
         error = RunError if record.lasting else WorkerDied
-        commands.append(End(error(f"{table.hopeless} ({table.folder})")))
+        commands.append(EndRun(error(f"{table.hopeless} ({table.folder})")))
     return commands
 
 
@@ -52,7 +52,7 @@ def give_up(table: Table, record: WorkerRecord) -> list[Command]:
     """A worker is down while the run is ending: without a trainer that is not done it cannot end as it should."""
     record.life, record.restart_at = Life.GONE, None
     if any(table.graph.operators[node].trains and not table.run.is_done(node) for node in record.nodes):
-        return [End(WorkerDied(f"{table.obituary(record)}; the run was ending, and its last checkpoint is good"))]
+        return [EndRun(WorkerDied(f"{table.obituary(record)}; the run was ending, and its last checkpoint is good"))]
     return []
 
 
@@ -60,7 +60,7 @@ def kill(table: Table, record: WorkerRecord, cause: str, now: float) -> list[Com
     """End a worker that does not go on by itself."""
     if not table.begun:
         record.cause = cause
-        return [End(WorkerDied(table.obituary(record)))]
+        return [EndRun(WorkerDied(table.obituary(record)))]
     record.die(cause, now)
     return [Signal(record.name, signal.SIGKILL)]
 

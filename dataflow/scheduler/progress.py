@@ -26,7 +26,7 @@ _DOING = {"first_evaluation": "first evaluation", "last_evaluation": "last evalu
 _DRAINING = "stopping after the step under way"
 
 
-class Watch:
+class ProgressWatch:
     """Reports in, snapshots out.
 
     consumes: the heartbeats of all workers, the lines of metrics.jsonl
@@ -95,7 +95,7 @@ class Watch:
         }  # fmt: skip
 
     def to_plain(self) -> dict[str, Any]:
-        """What a successor cannot find out, times on the machine's clock; `take_up` gives it back."""
+        """What the next scheduler cannot find out, times on the machine's clock; `take_up` gives it back."""
         return {"began": self._began, "training": self._training, "trained": self._trained}
 
     def take_up(self, plain: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
     """Take in what has happened at `now`; what is to be done, in order."""
     commands: list[events.Command] = []
     match event:
-        case events.Launch():
+        case events.RunBegins():
             commands = _launch(table, now)
         case events.TakeOver():
             commands = failover.take_over(table, event.processes, now)
@@ -61,7 +61,7 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
             commands = swapping.begin(table, event.swap, now)
         case events.Drain():
             commands = _drain(table, now)
-        case events.Close():
+        case events.Shutdown():
             table.is_closing = True
             commands = [events.Send(record.name, messages.Stop()) for record in table]
         case events.Tick():
@@ -73,7 +73,7 @@ def _noted(table: Table, commands: list[events.Command], now: float) -> list[eve
     """Note the attempts that begin; leave out the messages that their workers cannot hear yet."""
     found: list[events.Command] = []
     for command in commands:
-        if isinstance(command, events.Spawn):
+        if isinstance(command, events.StartWorker):
             record = table.workers[command.name]
             record.fork(now)
             if record is table.joining:
@@ -96,7 +96,7 @@ def _launch(table: Table, now: float) -> list[events.Command]:
     for host in table.hosts.values():
         host.heard_at = now
     records = sorted(table, key=lambda record: not table.graph.is_light(record.nodes))
-    return [events.Spawn(name=record.name) for record in records]
+    return [events.StartWorker(name=record.name) for record in records]
 
 
 def _begin(table: Table) -> list[events.Command]:
@@ -148,7 +148,7 @@ def _received(table: Table, name: str, message: messages.FromWorker, now: float)
         case messages.Failed():
             record.die(f"failed: {message.message}", now, lasting=message.lasting)
             if not table.begun:
-                commands.append(events.End(RunError(f"worker '{name}' {record.cause}")))
+                commands.append(events.EndRun(RunError(f"worker '{name}' {record.cause}")))
         case messages.Bye():
             record.life = Life.ENDING
     return commands
@@ -230,7 +230,7 @@ def _forkserver_gone(table: Table) -> list[events.Command]:
         record.has_process = False
     if table.is_closing:
         return []
-    return [events.End(WorkerDied(f"the forkserver ended unexpectedly; see logs in {table.folder}/logs"))]
+    return [events.EndRun(WorkerDied(f"the forkserver ended unexpectedly; see logs in {table.folder}/logs"))]
 
 
 # Wishes and time
@@ -247,14 +247,14 @@ def _tick(table: Table, now: float) -> list[events.Command]:
     commands = _watch(table, now)
     recovery.progressed(table, table.run.progress, now)
     due = recovery.restart(table, now)
-    commands += [events.Spawn(name=record.name, senders=scaling.senders(table, record)) for record in due]
+    commands += [events.StartWorker(name=record.name, senders=scaling.senders(table, record)) for record in due]
     while table.schedule and table.schedule[0][0] <= table.run.step and not table.is_ending:
         wishes = table.schedule.pop(0)[1]
         try:  # what has no room beside what else was wished is only told
             scaling.check(table, wishes)
             commands += scaling.wish(table, wishes)
         except GraphError as error:
-            commands.append(events.Notice(str(error)))
+            commands.append(events.NotifyUser(str(error)))
     if table.wishes and not table.is_ending:  # what was in their way may end without an event: a host is met, say
         commands += scaling.advance(table)
     return commands
@@ -281,4 +281,4 @@ def _watch(table: Table, now: float) -> list[events.Command]:
     newcomer = table.joining
     if newcomer is not None and now > table.joins_until:
         error = joins_too_long(table.limits, table.folder, newcomer.name, scaling.missing(table, newcomer))
-    return commands if error is None else [*commands, events.End(error)]
+    return commands if error is None else [*commands, events.EndRun(error)]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataflow.errors import GraphError, nearest
 from dataflow.planning.ranks import check_replicas
 from dataflow.scheduler import addresses, seating
-from dataflow.scheduler.events import Command, Notice, Send, Spawn
+from dataflow.scheduler.events import Command, NotifyUser, Send, StartWorker
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker.messages import AddReceivers, Expect, RetireReceivers, SenderEnded, Start, Stop, Wire
 
@@ -107,7 +107,7 @@ def ready(table: Table, record: WorkerRecord) -> list[Command]:
     if record.membership is Membership.JOINING:
         record.membership = Membership.LIVE
         commands += [_add(table, sender, record) for sender in sorted(record.senders)]
-        commands.append(Notice(f"'{record.name}' has joined with {table.plan.placements[record.worker].share}"))
+        commands.append(NotifyUser(f"'{record.name}' has joined with {table.plan.placements[record.worker].share}"))
     return commands + advance(table)
 
 
@@ -122,7 +122,7 @@ def exited(table: Table, record: WorkerRecord) -> list[Command]:
     record.membership = Membership.LEFT
     for other in table:
         other.unconfirmed = {ticket: who for ticket, who in other.unconfirmed.items() if who != record.name}
-    return [Notice(f"'{record.name}' has left; all it had was sent on"), *_stop(table), *advance(table)]
+    return [NotifyUser(f"'{record.name}' has left; all it had was sent on"), *_stop(table), *advance(table)]
 
 
 def advance(table: Table) -> list[Command]:
@@ -178,7 +178,7 @@ def _join(table: Table, node: str, host: str, gpus: tuple[int, ...]) -> list[Com
     )  # fmt: skip
     newcomer.senders = {each.name for each in live if each.worker in table.upstream(newcomer)}
     table.add(newcomer)
-    commands: list[Command] = [Spawn(name=newcomer.name, senders=senders(table, newcomer))]
+    commands: list[Command] = [StartWorker(name=newcomer.name, senders=senders(table, newcomer))]
     for receiver in live:
         if any((producer, consumer) == (node, receiver.worker) for _, producer, consumer in table.edges):
             receiver.senders.add(newcomer.name)

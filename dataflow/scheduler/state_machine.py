@@ -79,7 +79,7 @@ class RunStateMachine:
         return bool(self._trainers[trainer].get("done"))
 
     def to_plain(self) -> dict[str, Any]:
-        """All that it knows, for a successor; `take_up` gives it back."""
+        """All that it knows, for the next scheduler; `take_up` gives it back."""
         return {
             "phase": self.phase, "draining": self.draining, "dropped": dict(self._dropped),
             "trainers": {name: {key: status.get(key, 0) for key in ("step", "done")} for name, status in

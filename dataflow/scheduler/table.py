@@ -184,7 +184,7 @@ class WorkerRecord:
         self.life, self.wired, self.pid, self.cause = Life.DOWN, False, 0, cause
 
     def to_plain(self) -> dict[str, Any]:
-        """What a successor of the scheduler cannot learn from the forkserver or from heartbeats; for JSON."""
+        """What the next scheduler cannot learn from the forkserver or from heartbeats; for JSON."""
         plain = {name: getattr(self, name) for name in _REMEMBERED}
         plain |= {name: list(plain[name]) for name in _TUPLES}
         plain["lines"] = {name: asdict(line) for name, line in self.lines.items()}
@@ -231,7 +231,7 @@ class HostRecord:
         return self.facts.name
 
     def to_plain(self) -> dict[str, Any]:
-        """What a successor of the scheduler takes up, for JSON."""
+        """What the next scheduler takes up, for JSON."""
         return {"facts": self.facts.to_plain(), "is_alive": self.is_alive, "cause": self.cause, "losses": self.losses}
 
     @classmethod
@@ -364,7 +364,7 @@ class Table:
         return all(report is not None and report.ended for report in reports)
 
     def to_plain(self) -> dict[str, Any]:
-        """What a successor takes up, for JSON; only of a run that has begun."""
+        """What the next scheduler takes up, for JSON; only of a run that has begun."""
         return {
             "run": self.run.to_plain(), "workers": [record.to_plain() for record in self], "wishes": self.wishes,
             "schedule": self.schedule, "last_ticket": self.last_ticket, "made": self.made,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dataflow.scoring.calls import Answers, Call, Calls, Settings
+from dataflow.scoring.calls import Answers, Call, Calls, PoolSettings
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
 
@@ -19,7 +19,7 @@ GATHER_NS = 5_000_000
 SLOW_NS = 200_000
 
 
-def make_calls(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
+def make_calls(channel: Channel[Any], sources: list[Source], settings: PoolSettings) -> None:
     """Make calls until the owner is gone (EOFError or OSError).
 
     consumes: calls (`Calls`)
@@ -35,7 +35,7 @@ def make_calls(channel: Channel[Any], sources: list[Source], settings: Settings)
         _one_by_one(channel, sources[0], settings)
 
 
-def _one_by_one(channel: Channel[Any], source: Source, settings: Settings) -> None:
+def _one_by_one(channel: Channel[Any], source: Source, settings: PoolSettings) -> None:
     answers = _Gathered()
     clock = time.monotonic_ns
     for message in _messages(channel):
@@ -51,7 +51,7 @@ def _one_by_one(channel: Channel[Any], source: Source, settings: Settings) -> No
         _send(channel, answers, settings)
 
 
-def _by_threads(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
+def _by_threads(channel: Channel[Any], sources: list[Source], settings: PoolSettings) -> None:
     todo: queue.SimpleQueue[tuple[int, int, Call]] = queue.SimpleQueue()
     answers = _Gathered()
     lock = threading.Lock()
@@ -79,7 +79,7 @@ def _by_threads(channel: Channel[Any], sources: list[Source], settings: Settings
             todo.put((message.chunk, index, call))
 
 
-async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Settings) -> None:
+async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: PoolSettings) -> None:
     loop = asyncio.get_running_loop()
     todo: asyncio.Queue[tuple[int, int, Call]] = asyncio.Queue()
     answers = _Gathered()
@@ -122,7 +122,7 @@ async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Sett
             workers.create_task(work(source))
 
 
-async def _awaited(call: Call, index: int, settings: Settings) -> tuple[Any, str | None]:
+async def _awaited(call: Call, index: int, settings: PoolSettings) -> tuple[Any, str | None]:
     limit = asyncio.timeout(settings.timeout_s)
     try:
         async with limit:
@@ -151,7 +151,7 @@ class _Gathered:
         """Whether to send them now, after a call that took so long."""
         return took_ns > SLOW_NS or time.monotonic_ns() - self._sent_ns > GATHER_NS
 
-    def take(self, settings: Settings) -> list[tuple[Answers, bytes]]:
+    def take(self, settings: PoolSettings) -> list[tuple[Answers, bytes]]:
         """All that gathered as messages and their bodies; forgotten here."""
         gathered, self._gathered = self._gathered, {}
         self._sent_ns = time.monotonic_ns()
@@ -168,7 +168,7 @@ def _enter(source: Source, chunk: int, index: int, now_ns: int) -> None:
     source[0] = chunk
 
 
-def _attempt(call: Call, index: int, settings: Settings) -> tuple[Any, str | None]:
+def _attempt(call: Call, index: int, settings: PoolSettings) -> tuple[Any, str | None]:
     """Make a call: its value, or why it failed."""
     try:
         return call(index), None
@@ -176,7 +176,7 @@ def _attempt(call: Call, index: int, settings: Settings) -> tuple[Any, str | Non
         return None, settings.describe(error)
 
 
-def _prepared(channel: Channel[Any], settings: Settings) -> Call:
+def _prepared(channel: Channel[Any], settings: PoolSettings) -> Call:
     """What makes the calls of the next message; each fails where its body cannot be read."""
     try:
         return settings.prepare(channel.bodies.popleft())
@@ -195,7 +195,7 @@ def _messages(channel: Channel[Any]) -> Iterator[Calls]:
         yield from channel.arrived()
 
 
-def _send(channel: Channel[Any], answers: _Gathered, settings: Settings) -> None:
+def _send(channel: Channel[Any], answers: _Gathered, settings: PoolSettings) -> None:
     """All that gathered."""
     for message, body in answers.take(settings):
         channel.send(message, body)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from dataflow.scoring.calls import Settings
+from dataflow.scoring.calls import PoolSettings
 from dataflow.scoring.checks import describe
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer, Pool
@@ -41,7 +41,7 @@ class InWorker:
 
     restarts = 0
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
         self._jobs: deque[tuple[int, int, Encode]] = deque()
         self._next_job = 0
@@ -84,7 +84,7 @@ class InWorker:
 def caller_of(scorer: ScorerKnobs[..., Any]) -> Caller:
     """What makes the calls of a scorer: a pool, whose server is forked here, or this process."""
     code = scorer.function.__code__
-    settings = Settings(
+    settings = PoolSettings(
         prepare=partial(prepare, scorer),
         pack=partial(pack, scorer),
         describe=partial(describe, code=code),

@@ -32,7 +32,7 @@ CALLS: Codec[Any] = Codec("scorers-calls", 2, Calls, Answers, max_bytes=1 << 32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PoolSettings:
     """What every process of a pool needs to know; inherited by fork, never sent."""
 
     prepare: Callable[[bytes], Call]

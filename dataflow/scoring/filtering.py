@@ -10,12 +10,12 @@ from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.runtime import Scoring
 
 
-def build(keep: ScorerKnobs[..., bool], context: Context) -> "Keeping":
+def build(keep: ScorerKnobs[..., bool], context: Context) -> "Filtering":
     """The runtime of a filter; forks its pool's server where it is isolated."""
-    return Keeping(keep, context, caller_of(keep))
+    return Filtering(keep, context, caller_of(keep))
 
 
-class Keeping(Scoring):
+class Filtering(Scoring):
     """Passes every group on, with `drop_reason` set on those that its function dropped.
 
     consumes, produces, waits for, unblocked by: as Scoring. Rows are not made smaller: a dropped group's next stop is

@@ -10,9 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dataflow.errors import WorkerDied
-from dataflow.scoring.calls import CALLS, Settings
-from dataflow.scoring.process import Chunk, Encode, Frame, Piece, Process, memory_kb, pieces_of
-from dataflow.scoring.server import LANE_WORDS, End, Ended, Lost, Spawn, Spawned, let_go_on, start_server
+from dataflow.scoring.calls import CALLS, PoolSettings
+from dataflow.scoring.process import AnswerFrame, CallChunk, CallRange, Encode, PoolProcess, memory_kb, pieces_of
+from dataflow.scoring.server import (
+    PROGRESS_FIELDS,
+    EndProcess,
+    ForkProcess,
+    Lost,
+    ProcessEnded,
+    Spawned,
+    let_go_on,
+    start_server,
+)
 from dataflow.system.channel import Channel
 from dataflow.system.child import end
 from dataflow.system.messages import MessageError
@@ -36,8 +45,8 @@ class Answer:
     failures: Mapping[int, str]
     """What went wrong, by call."""
     body: bytes
-    """What those gave that did not fail, in their order, as `Settings.pack` made it; not to be looked into where all
-    failed."""
+    """What those gave that did not fail, in their order, as `PoolSettings.pack` made it; not to be looked into where
+    all failed."""
 
 
 @dataclass
@@ -57,15 +66,15 @@ class Pool:
     unblocked by: `fileno`, readable when `poll` has something to do, and the clock, for the limits
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PoolSettings) -> None:
         """Fork the server and its processes; raises OSError when the machine has no room for them."""
         self.restarts = 0
         self._settings = settings
-        words = settings.processes * settings.concurrency * LANE_WORDS
+        words = settings.processes * settings.concurrency * PROGRESS_FIELDS
         self._progress = memoryview(mmap.mmap(-1, words * 8)).cast("q")
         self._selector = selectors.DefaultSelector()
         self._jobs: dict[int, _Job] = {}
-        self._pending: deque[Piece] = deque()
+        self._pending: deque[CallRange] = deque()
         self._answers: list[Answer] = []
         self._orders: deque[float] = deque()
         self._next_job = self._next_chunk = self._deaths = self._blameless = 0
@@ -73,7 +82,7 @@ class Pool:
         self._window = 2 * settings.concurrency
         window = self._window if settings.processes > 1 else 1 << 30
         self._processes = [
-            Process(number, self._progress, settings.concurrency, window) for number in range(settings.processes)
+            PoolProcess(number, self._progress, settings.concurrency, window) for number in range(settings.processes)
         ]
         self._start_server()
 
@@ -101,7 +110,7 @@ class Pool:
         self._next_job += 1
         if calls:
             self._jobs[job] = _Job(encode, calls)
-            self._pending.append(Piece(job, 0, calls))
+            self._pending.append(CallRange(job, 0, calls))
             self._assign()
         return job
 
@@ -141,22 +150,22 @@ class Pool:
         for process in self._processes:
             self._spawn(process)
 
-    def _spawn(self, process: Process) -> None:
+    def _spawn(self, process: PoolProcess) -> None:
         channel, theirs = Channel.pair(CALLS)
         process.begin(channel)
         self._selector.register(channel, selectors.EVENT_READ, process)
         with theirs, contextlib.suppress(OSError):
-            self._control.post(Spawn(process.number), [theirs.fileno()])
+            self._control.post(ForkProcess(process.number), [theirs.fileno()])
         self._orders.append(time.monotonic())
 
-    def _end(self, process: Process, order: type[End] | type[Lost] = End) -> None:
+    def _end(self, process: PoolProcess, order: type[EndProcess] | type[Lost] = EndProcess) -> None:
         self.restarts += 1
         self._close_channel(process)
         with contextlib.suppress(OSError):
             self._control.post(order(process.number))
         self._orders.append(time.monotonic())
 
-    def _close_channel(self, process: Process) -> None:
+    def _close_channel(self, process: PoolProcess) -> None:
         if process.channel is not None:
             self._selector.unregister(process.channel)
             process.channel.close()
@@ -174,7 +183,7 @@ class Pool:
             match reply:
                 case Spawned():
                     process.pid, process.base_kb = reply.pid, memory_kb(reply.pid)
-                case Ended():
+                case ProcessEnded():
                     self._bury([process], reply.status)
                     self._spawn(process)
 
@@ -207,13 +216,13 @@ class Pool:
             self._pending.popleft()
             stop = min(piece.stop, piece.start + process.window - process.open_calls)
             if stop < piece.stop:
-                self._pending.appendleft(Piece(piece.job, stop, piece.stop))
-            piece = Piece(piece.job, piece.start, stop, piece.is_alone)
+                self._pending.appendleft(CallRange(piece.job, stop, piece.stop))
+            piece = CallRange(piece.job, piece.start, stop, piece.is_alone)
             process.send(self._next_chunk, piece, self._jobs[piece.job].encode)
             self._next_chunk += 1
             self._listen(process)
 
-    def _taker(self, piece: Piece) -> Process | None:
+    def _taker(self, piece: CallRange) -> PoolProcess | None:
         """The process with the most room for it; none while a call is alone in the pool, or waits to be."""
         best, most = None, 0
         for process in self._processes:
@@ -224,13 +233,13 @@ class Pool:
                 best, most = process, room
         return best
 
-    def _listen(self, process: Process) -> None:
+    def _listen(self, process: PoolProcess) -> None:
         assert process.channel is not None
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.channel.has_output else 0)
         if self._selector.get_key(process.channel).events != events:
             self._selector.modify(process.channel, events, process)
 
-    def _read(self, process: Process) -> None:
+    def _read(self, process: PoolProcess) -> None:
         frames, is_over = process.read()
         for frame in frames:
             self._deaths = self._blameless = 0
@@ -245,14 +254,14 @@ class Pool:
             self._deaths += 1
             self._end(process, Lost)
 
-    def _pace(self, process: Process, took_s: float) -> None:
+    def _pace(self, process: PoolProcess, took_s: float) -> None:
         """Several processes share the calls in pieces that grow while they come back quickly."""
         if self._settings.processes > 1 and took_s < _QUICK_S:
             process.window = min(process.window * 2, max(_LARGEST_WINDOW, self._window))
         elif self._settings.processes > 1 and took_s > _SLOW_S:
             process.window = max(process.window // 2, self._window)
 
-    def _answer(self, frame: Frame) -> None:
+    def _answer(self, frame: AnswerFrame) -> None:
         number = frame.chunk.job
         job = self._jobs[number]
         job.left -= len(frame.calls)
@@ -285,14 +294,14 @@ class Pool:
             if process.late or is_silent or (looks and self._is_too_large(process)):
                 self._end(process)
 
-    def _is_too_large(self, process: Process) -> bool:
+    def _is_too_large(self, process: PoolProcess) -> bool:
         limit_mb = self._settings.memory_mb
         if limit_mb is None or process.grown_kb() <= limit_mb << 10:
             return False
         process.cause = f"its process took more memory than its limit of {limit_mb} MB"
         return True
 
-    def _bury(self, processes: list[Process], status: int | None) -> None:
+    def _bury(self, processes: list[PoolProcess], status: int | None) -> None:
         """Fail the calls that processes ended for, and have the rest made again.
 
         A call is to blame when it alone was being made; several are made again one at a time, to find out.
@@ -308,7 +317,7 @@ class Pool:
         if not accused and len(left) == 1 and not any(process.late for process in processes):
             accused = left
         cause = "".join(process.cause for process in processes)
-        apart: list[Piece] = []
+        apart: list[CallRange] = []
         for chunk, call in accused:
             deaths = self._jobs[chunk.job].deaths
             deaths[call] = deaths.get(call, 0) + 1
@@ -318,7 +327,7 @@ class Pool:
                 self._fail(chunk, call, cause or self._how_it_ended(status))
             else:
                 chunk.open.discard(call)
-                apart.append(Piece(chunk.job, call, call + 1, is_alone=True))
+                apart.append(CallRange(chunk.job, call, call + 1, is_alone=True))
         if not accused and (self._deaths >= _DEATHS or status is None):
             for chunk in chunks:
                 chunk.is_alone = True
@@ -326,9 +335,9 @@ class Pool:
         for process in processes:
             process.chunks.clear()
 
-    def _fail(self, chunk: Chunk, call: int, text: str) -> None:
+    def _fail(self, chunk: CallChunk, call: int, text: str) -> None:
         chunk.open.discard(call)
-        self._answer(Frame(chunk, [call], {call: text}))
+        self._answer(AnswerFrame(chunk, [call], {call: text}))
 
     def _how_it_ended(self, status: int | None) -> str:
         if status is None:

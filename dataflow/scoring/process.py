@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.scoring.calls import Answers, Calls
-from dataflow.scoring.server import LANE_WORDS
+from dataflow.scoring.server import PROGRESS_FIELDS
 from dataflow.system.channel import Channel
 
 Encode = Callable[[int, int], bytes]
@@ -16,7 +16,7 @@ Encode = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True)
-class Piece:
+class CallRange:
     """Calls of a job that wait for a process."""
 
     job: int
@@ -27,7 +27,7 @@ class Piece:
 
 
 @dataclass
-class Chunk:
+class CallChunk:
     """Calls of a job that a process has."""
 
     job: int
@@ -39,23 +39,23 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Frame:
+class AnswerFrame:
     """Answers to some calls of a chunk, in the numbers of its job."""
 
-    chunk: Chunk
+    chunk: CallChunk
     calls: list[int]
     failures: dict[int, str]
     body: bytes = b""
     """What those gave that did not fail."""
 
 
-class Process:
+class PoolProcess:
     """One process as its owner sees it; replaced in place when it ends and another is forked."""
 
     def __init__(self, number: int, progress: memoryview, concurrency: int, window: int) -> None:
         self.number = number
-        width = concurrency * LANE_WORDS
-        self._sources = range(number * width, (number + 1) * width, LANE_WORDS)
+        width = concurrency * PROGRESS_FIELDS
+        self._sources = range(number * width, (number + 1) * width, PROGRESS_FIELDS)
         self._progress = progress
         self.window = window
         self.channel: Channel[Any] | None = None
@@ -69,9 +69,9 @@ class Process:
         self.pid = 0
         self.base_kb = 0
         self.cause = ""
-        self.late: list[tuple[Chunk, int]] = []
+        self.late: list[tuple[CallChunk, int]] = []
         self.idle_since: float | None = None
-        self.chunks: dict[int, Chunk] = {}
+        self.chunks: dict[int, CallChunk] = {}
 
     @property
     def open_calls(self) -> int:
@@ -83,10 +83,10 @@ class Process:
         """Whether it has a call that must stay alone."""
         return any(chunk.is_alone for chunk in self.chunks.values())
 
-    def send(self, number: int, piece: Piece, encode: Encode) -> None:
+    def send(self, number: int, piece: CallRange, encode: Encode) -> None:
         """Give it calls; `encode` says with what they are made."""
         calls = set(range(piece.start, piece.stop))
-        self.chunks[number] = Chunk(piece.job, piece.start, calls, piece.is_alone, time.monotonic())
+        self.chunks[number] = CallChunk(piece.job, piece.start, calls, piece.is_alone, time.monotonic())
         self.idle_since = None
         if self.channel is not None:
             with contextlib.suppress(OSError):  # that it is gone shows when reading
@@ -98,17 +98,17 @@ class Process:
         with contextlib.suppress(OSError):
             self.channel.flush()
 
-    def read(self) -> tuple[list[Frame], bool]:
+    def read(self) -> tuple[list[AnswerFrame], bool]:
         """Answers that came, and whether it is gone or writes nonsense."""
         assert self.channel is not None
-        frames: list[Frame] = []
+        frames: list[AnswerFrame] = []
         try:
             frames.extend(map(self._frame, self.channel.arrived()))
         except (EOFError, OSError, KeyError, ValueError):
             return frames, True
         return frames, False
 
-    def _frame(self, answers: Any) -> Frame:
+    def _frame(self, answers: Any) -> AnswerFrame:
         assert self.channel is not None
         if not isinstance(answers, Answers) or not self.channel.bodies:
             raise ValueError("no answers")
@@ -120,16 +120,16 @@ class Process:
         if not chunk.open:
             del self.chunks[answers.chunk]
         self.idle_since = None
-        return Frame(chunk, calls, {call + chunk.start: text for call, text in answers.failures.items()}, body)
+        return AnswerFrame(chunk, calls, {call + chunk.start: text for call, text in answers.failures.items()}, body)
 
-    def running(self, before_ns: int | None = None) -> list[tuple[Chunk, int]]:
+    def running(self, before_ns: int | None = None) -> list[tuple[CallChunk, int]]:
         """Calls that are being made; only those begun before a time of the monotonic clock, if given."""
         progress, running = self._progress, []
         for source in self._sources:
             if progress[source] >= 0 and (before_ns is None or progress[source + 2] < before_ns):
-                number, call, _ = seen = progress[source : source + LANE_WORDS].tolist()
+                number, call, _ = seen = progress[source : source + PROGRESS_FIELDS].tolist()
                 chunk = self.chunks.get(number)
-                is_steady = seen == progress[source : source + LANE_WORDS].tolist()
+                is_steady = seen == progress[source : source + PROGRESS_FIELDS].tolist()
                 if is_steady and chunk is not None and chunk.start + call in chunk.open:
                     running.append((chunk, chunk.start + call))
         return running
@@ -147,16 +147,16 @@ class Process:
         return memory_kb(self.pid) - self.base_kb if self.pid else 0
 
 
-def pieces_of(chunks: Iterable[Chunk]) -> list[Piece]:
+def pieces_of(chunks: Iterable[CallChunk]) -> list[CallRange]:
     """The open calls of some chunks as pieces, neighbours together."""
-    pieces: list[Piece] = []
+    pieces: list[CallRange] = []
     for chunk in chunks:
         for call in sorted(chunk.open):
             last = pieces[-1] if pieces else None
             if last and not chunk.is_alone and (last.job, last.stop, last.is_alone) == (chunk.job, call, False):
-                pieces[-1] = Piece(chunk.job, last.start, call + 1)
+                pieces[-1] = CallRange(chunk.job, last.start, call + 1)
             else:
-                pieces.append(Piece(chunk.job, call, call + 1, chunk.is_alone))
+                pieces.append(CallRange(chunk.job, call, call + 1, chunk.is_alone))
     return pieces
 
 

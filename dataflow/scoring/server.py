@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.scoring.at_work import make_calls
-from dataflow.scoring.calls import CALLS, Settings
+from dataflow.scoring.calls import CALLS, PoolSettings
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, ended_within, fork
 from dataflow.system.messages import Codec
 
-LANE_WORDS = 3
+PROGRESS_FIELDS = 3
 _SEND_S = 10.0
 _LOOK_S = 1.0
 _LAST_BREATH_S = 0.1
@@ -25,14 +25,14 @@ _RESERVE_MB = 1536
 
 
 @dataclass(frozen=True)
-class Spawn:
+class ForkProcess:
     """Fork a process; its end of a channel comes with it."""
 
     process: int
 
 
 @dataclass(frozen=True)
-class End:
+class EndProcess:
     """End a process."""
 
     process: int
@@ -54,7 +54,7 @@ class Spawned:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessEnded:
     """The process has ended."""
 
     process: int
@@ -62,10 +62,10 @@ class Ended:
     """None: it had closed its channel, and lived on until now."""
 
 
-SERVER: Codec[Any] = Codec("scorers-server", 1, Spawn, End, Lost, Spawned, Ended)
+SERVER: Codec[Any] = Codec("scorers-server", 1, ForkProcess, EndProcess, Lost, Spawned, ProcessEnded)
 
 
-def start_server(progress: memoryview, settings: Settings) -> tuple[Channel[Any], Forked]:
+def start_server(progress: memoryview, settings: PoolSettings) -> tuple[Channel[Any], Forked]:
     """Fork the server; our end of its channel, and its process.
 
     The kernel lets it go on when its owner ends: one that was stopped could not clean up."""
@@ -80,7 +80,7 @@ def start_server(progress: memoryview, settings: Settings) -> tuple[Channel[Any]
         return control, fork(serve, keep=[theirs.fileno()], ends_with_parent=signal.SIGCONT)
 
 
-def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Settings) -> int:
+def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: PoolSettings) -> int:
     """Fork and end processes as told; the exit status.
 
     consumes: orders to spawn a process (with its socket), to end one, or to say how a lost one ended
@@ -100,18 +100,18 @@ def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Se
             for order in control.arrived():
                 number = order.process
                 match order:
-                    case Spawn():
+                    case ForkProcess():
                         end = control.files.popleft()
                         processes[number] = _spawn(end, number, progress, settings)
                         os.close(end)
                         control.send(Spawned(number, processes[number].pid))
-                    case End():
-                        control.send(Ended(number, _ended(processes.pop(number))))
+                    case EndProcess():
+                        control.send(ProcessEnded(number, _ended(processes.pop(number))))
                     case Lost():
                         lost = processes.pop(number)
                         lives = not ended_within(lost, _LAST_BREATH_S)
                         status = _ended(lost)
-                        control.send(Ended(number, None if lives else status))
+                        control.send(ProcessEnded(number, None if lives else status))
     except (OSError, EOFError):
         pass
     finally:
@@ -120,12 +120,12 @@ def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Se
     return 0
 
 
-def _spawn(end: int, number: int, progress: memoryview, settings: Settings) -> Forked:
+def _spawn(end: int, number: int, progress: memoryview, settings: PoolSettings) -> Forked:
     def make() -> int:
         _limit_memory(settings.memory_mb)
-        width = settings.concurrency * LANE_WORDS
-        starts = range(number * width, (number + 1) * width, LANE_WORDS)
-        sources = [progress[start : start + LANE_WORDS] for start in starts]
+        width = settings.concurrency * PROGRESS_FIELDS
+        starts = range(number * width, (number + 1) * width, PROGRESS_FIELDS)
+        sources = [progress[start : start + PROGRESS_FIELDS] for start in starts]
         with contextlib.suppress(OSError, EOFError):
             make_calls(Channel(socket.socket(fileno=end), CALLS, math.inf), sources, settings)
         return 0

@@ -12,7 +12,7 @@ _NOT_OWN = ("site-packages", "dist-packages", "<frozen", *filter(None, [sysconfi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class StackFrame:
     """A line of a stack."""
 
     file: str
@@ -25,7 +25,7 @@ class Thread:
     """A thread and where it is, innermost frame last."""
 
     name: str
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[StackFrame, ...] = ()
 
 
 def take() -> list[dict[str, Any]]:
@@ -49,13 +49,13 @@ def read(plain: list[dict[str, Any]]) -> tuple[Thread, ...]:
     return tuple(
         Thread(
             name=str(thread["name"]),
-            frames=tuple(Frame(file=file, line=int(line), function=name) for file, line, name in thread["frames"]),
+            frames=tuple(StackFrame(file=file, line=int(line), function=name) for file, line, name in thread["frames"]),
         )
         for thread in plain
     )
 
 
-def own(thread: Thread, most: int = 3) -> tuple[Frame, ...]:
+def own(thread: Thread, most: int = 3) -> tuple[StackFrame, ...]:
     """Its innermost frames outside installed packages; where it has none, its innermost ones."""
     ours = [frame for frame in thread.frames if not any(part in frame.file for part in _NOT_OWN)]
     return tuple((ours or list(thread.frames))[-most:])

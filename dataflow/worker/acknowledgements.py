@@ -15,7 +15,7 @@ Group = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Held:
+class HeldGroup:
     """One group at one node: it is let go of when neither the runtime nor a next node has anything of it."""
 
     inside: set[str] = field(default_factory=set)
@@ -38,7 +38,7 @@ class Acknowledgements:
 
     released: Callable[[Group], None] = lambda group: None
     """Told of every group that the next nodes are done with."""
-    _held: dict[Group, Held] = field(default_factory=dict)
+    _held: dict[Group, HeldGroup] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -58,7 +58,7 @@ class Acknowledgements:
         """
         new = []
         for number, ack in acks.items():
-            held = self._held.setdefault((source, number), Held())
+            held = self._held.setdefault((source, number), HeldGroup())
             if not any(node == origin for node, _ in held.acks):
                 new.append(number)
                 held.inside.add(origin)
@@ -71,7 +71,7 @@ class Acknowledgements:
     def sent(self, source: str, groups: Iterable[int], receivers: int) -> None:
         """Groups leave for so many next nodes."""
         for number in groups if receivers else ():
-            self._held.setdefault((source, number), Held()).under_way += receivers
+            self._held.setdefault((source, number), HeldGroup()).under_way += receivers
 
     def acknowledged(self, source: str, groups: Iterable[int]) -> None:
         """One of the next nodes is done with these."""

@@ -110,7 +110,7 @@ WriterOf = Callable[[str, Refresh | None], Callable[[Mapping[str, Any]], Weights
 ReaderOf = Callable[[str, str], Callable[[Mapping[str, Any]], WeightsIn]]
 
 
-class Host:
+class NodeLoops:
     """The node loops of one process.
 
     consumes: inlets and outlets by edge, made by its owner

@@ -30,7 +30,7 @@ _UNSENT = 100
 """Messages that wait for a scheduler that is not there; the heartbeats after them are left out."""
 
 
-class Link:
+class SchedulerLink:
     """Owns the control socket so that the worker's loop never waits for it.
 
     consumes: messages of the scheduler

@@ -241,7 +241,7 @@ ToWorker: TypeAlias = (
     | AskStacks
 )  # fmt: skip
 DECIDE_NOTHING = (Heard, AskStacks)
-"""Messages from which nothing follows that a successor of the scheduler would have to know."""
+"""Messages from which nothing follows that the next scheduler would have to know."""
 
 TO_SCHEDULER: Codec[FromWorker] = Codec(
     "dataflow.from-worker", 1, Hello, Ready, Confirmed, Heartbeat, Stacks, Failed, Tried, Bye

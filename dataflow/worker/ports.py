@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from dataflow.graph import Graph
 from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.planning.plan import Plan
-from dataflow.planning.wiring import Edge, edges, narrow_format
+from dataflow.planning.wiring import Edge, edges, quantized_format
 from dataflow.records import schema
 from dataflow.structure import readers_of, refresh_of
 from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
 from dataflow.worker.fan_out import FanOut
-from dataflow.worker.host import Host, Settings
+from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.messages import WeightLine
 from dataflow.worker.weight_lines import WeightLines
 from dataflow.worker.weight_ports import (
@@ -62,7 +62,7 @@ class Ports:
         self._to_receive = SocketNetwork(keys=keys.receivers if keys else None)
         self._to_send = SocketNetwork(keys=keys.senders if keys else None)
 
-    def open_inlets(self, host: Host) -> dict[str, str]:
+    def open_inlets(self, host: NodeLoops) -> dict[str, str]:
         """Bind the edges that end here; addresses of those that come from other processes, by edge."""
         addresses = {}
         if self._settings.sockets:
@@ -93,7 +93,7 @@ class Ports:
         """By edge that begins here."""
         return {**self._senders, **{edge: outlet for edge, (_, outlet) in self._local.items()}}
 
-    def open_outlets(self, host: Host, addresses: Mapping[str, list[str]]) -> Mapping[str, Any]:
+    def open_outlets(self, host: NodeLoops, addresses: Mapping[str, list[str]]) -> Mapping[str, Any]:
         """Connect the edges that begin here."""
         for edge in host.outgoing():
             if edge.consumer not in self._nodes:
@@ -289,8 +289,8 @@ class Ports:
 
         model = self._graph.operators[trainer].uses
         assert model is not None, "a trainer has a model"
-        quantized = None if refresh else narrow_format(self._graph, trainer)
-        names = readers_of(self._graph, trainer)[0].narrow_tensors() if quantized else None
+        quantized = None if refresh else quantized_format(self._graph, trainer)
+        names = readers_of(self._graph, trainer)[0].quantized_tensors() if quantized else None
         return Encoding(dtype=model.dtype, quantized=quantized, names=names)
 
 

@@ -130,7 +130,7 @@ class Delete:
 
 
 @dataclass(frozen=True)
-class Told:
+class StoredValues:
     """The values that are there."""
 
     ticket: int
@@ -138,11 +138,11 @@ class Told:
 
 
 ToRankZero: TypeAlias = Here | Started | Ended | Failed | Bytes | Set | Get | Delete
-FromRankZero: TypeAlias = Prepare | Start | Hangup | Kill | Alive | Over | Bytes | Told
+FromRankZero: TypeAlias = Prepare | Start | Hangup | Kill | Alive | Over | Bytes | StoredValues
 
 TO_RANK_ZERO: Codec[ToRankZero] = Codec(
     "dataflow.to-rank-zero", 1, Here, Started, Ended, Failed, Bytes, Set, Get, Delete
 )  # fmt: skip
 FROM_RANK_ZERO: Codec[FromRankZero] = Codec(
-    "dataflow.from-rank-zero", 1, Prepare, Start, Hangup, Kill, Alive, Over, Bytes, Told
+    "dataflow.from-rank-zero", 1, Prepare, Start, Hangup, Kill, Alive, Over, Bytes, StoredValues
 )  # fmt: skip

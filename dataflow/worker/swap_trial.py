@@ -16,7 +16,7 @@ from dataflow.planning.wiring import context_facts
 from dataflow.runtime import Context
 from dataflow.worker import messages
 from dataflow.worker.host import Settings
-from dataflow.worker.link import Link
+from dataflow.worker.link import SchedulerLink
 from dataflow.worker.swapped import find, fit, load, swapped
 
 NAME = "swap.trial"
@@ -25,7 +25,7 @@ TRIAL_S = 15.0
 """For a module to be imported and its operator to be checked; then the scheduler refuses it."""
 
 
-def main(graph: Graph, plan: Plan, settings: Settings, link: Link) -> int:
+def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> int:
     """Run it, in a process that `worker.main` has set up; the exit status."""
     signal.setitimer(signal.ITIMER_REAL, 2 * TRIAL_S)  # ends it also where its scheduler does not any more
     link.start()

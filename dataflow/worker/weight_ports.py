@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transport.weights.layout.layout import Layout
     from transport.weights.protocol.pace import Deadlines
     from transport.weights.shard_encoder import ShardEncoder
-    from transport.weights.sharded.control import Host, Listener
+    from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
 
 ON_GPU = ("nccl", "cuda_ipc")
 """Executors that take versions from a GPU's memory into a GPU's."""
@@ -25,12 +25,12 @@ ROUNDS, SEGMENTS = "rounds", "segments"
 """Protocols: each rank of the trainer sends to each rank of a reader, or one offers its own memory to all of them."""
 
 
-def listen(address: str, keys: Mapping[str, bytes], attempt: int) -> "Listener":
+def listen(address: str, keys: Mapping[str, bytes], attempt: int) -> "CoordinatorSocket":
     """Where a trainer is heard by readers on other hosts, who have the keys of the run. attempt: the scheduler's, at
     this worker. Errors: TransportError."""
-    from transport.weights.sharded.control import Listener
+    from transport.weights.sharded.control import CoordinatorSocket
 
-    return Listener(address, RunKeys.from_plain(keys), attempt)
+    return CoordinatorSocket(address, RunKeys.from_plain(keys), attempt)
 
 
 def open_beside(
@@ -93,7 +93,7 @@ def mirrored_reader(
 
 def shards_writer(
     site: Mapping[str, Any], layout: "Layout", rank: int, ranks: int, device: str, *, limits: Limits, attempt: int,
-    listeners: dict[str, "Listener"] | None = None,
+    listeners: dict[str, "CoordinatorSocket"] | None = None,
 ) -> "ShardedWriter":  # fmt: skip
     """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow link what changed, from
     copies of the tensors or, where they are lent, from these.
@@ -116,7 +116,7 @@ def shards_writer(
 def offer_beside(
     sites: Sequence[Mapping[str, Any]], rank: int, ranks: int, device: str, tensors: Mapping[str, Any],
     *, largest: Callable[[Any], object], limits: Limits, attempt: int,
-    listeners: dict[str, "Listener"] | None = None,
+    listeners: dict[str, "CoordinatorSocket"] | None = None,
 ) -> "ShardsOut":  # fmt: skip
     """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
 
@@ -176,15 +176,15 @@ def _memory(site: Mapping[str, Any], device: str) -> str:
     return device if site["executor"] in ON_GPU else "cpu"
 
 
-def _host(site: Mapping[str, Any]) -> "Host | None":
+def _host(site: Mapping[str, Any]) -> "NetworkEnd | None":
     """Of a site whose ends are on several hosts."""
     if "host" not in site:
         return None
-    from transport.weights.sharded.control import Host
+    from transport.weights.sharded.control import NetworkEnd
 
     keys = RunKeys.from_plain(site["keys"])
     assert keys is not None, "who listens at an address has keys"
-    return Host(site["host"], keys)
+    return NetworkEnd(site["host"], keys)
 
 
 def _noted(file: str) -> str:

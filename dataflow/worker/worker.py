@@ -28,8 +28,8 @@ from dataflow.system.processes import machine
 from dataflow.system.security import RunKeys
 from dataflow.worker import messages, rank_host, swap_trial, weight_ports
 from dataflow.worker.cpu_watchdog import CpuWatchdog
-from dataflow.worker.host import Host, Settings
-from dataflow.worker.link import Link
+from dataflow.worker.host import NodeLoops, Settings
+from dataflow.worker.link import SchedulerLink
 from dataflow.worker.ports import Ports
 from dataflow.worker.rank_line import RankLine
 from dataflow.worker.swapped import swapped
@@ -56,7 +56,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     if settings.ranks_at:
         return rank_host.main(graph, plan, settings)
     left_alone, clock = threading.Event(), AwakeClock()
-    link = Link(
+    link = SchedulerLink(
         settings.control, name, settings.attempt, orphaned=left_alone.set, found=left_alone.clear,
         seek=partial(_seek, settings), patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s),
         keys=RunKeys.from_plain(settings.keys), clock=clock,
@@ -93,8 +93,8 @@ class Worker:
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, settings: Settings, link: Link, left_alone: threading.Event | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink,
+        left_alone: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """left_alone: set while no scheduler is there. clock: as the link's."""
         self._settings, self._link, self._clock = settings, link, clock
@@ -103,7 +103,7 @@ class Worker:
         self._nodes = plan.workers[settings.worker]
         self._ports = Ports(graph, plan, self._nodes, settings, clock)
         self._ranks = _rank_line(settings)
-        self._host = Host(
+        self._host = NodeLoops(
             graph, plan, self._nodes, settings,
             writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,
             device=lambda node: settings.device if plan.placements[node].gpus else "cpu", clock=clock,

@@ -29,7 +29,7 @@ CONTEXT_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltEngine:
     """An engine, and what is needed to speak with it in text."""
 
     engine: DecodingEngine
@@ -50,7 +50,7 @@ def build_native(
     model: torch.nn.Module | None = None,
     sliced: Sliced | None = None,
     merged: Merged | None = None,
-) -> Built:
+) -> BuiltEngine:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be used.
 
     `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised. `merged`: what brings
@@ -66,7 +66,7 @@ def build_native(
     if declaration.weights != "model":
         intake = quantise(
             model, declaration.weights, adopt="view" if context.device == "cpu" and sliced is None else "copy",
-            arrives_quantised=context.narrow is not None, sliced=sliced,
+            arrives_quantised=context.quantized is not None, sliced=sliced,
         )  # fmt: skip
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = stops_of(declaration, tokenizer, model, vocabulary)
@@ -86,7 +86,7 @@ def build_native(
         tensors=None if intake is None else intake.tensors,
         on_adopt=None if intake is None else intake.adopted,
     )
-    return Built(engine, tokenizer, ends, native=engine)
+    return BuiltEngine(engine, tokenizer, ends, native=engine)
 
 
 def sampling_of(declaration: GeneratorKnobs) -> Sampling:

@@ -23,7 +23,7 @@ from operators.engine.kv_cache import KVCache, default_budget, page_count
 from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for
 from operators.engine.parking import Parked, to_park
 from operators.engine.prefill import Fused, NewRow, lay_out
-from operators.engine.results import EndedRollout, Row, Start, begun
+from operators.engine.results import EndedRollout, PromptStart, Row, begun
 from operators.engine.rows import Rows, put
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
@@ -142,7 +142,7 @@ class Engine:
         return fitting(tokens, wanted, pages, idle=idle)
 
     @torch.inference_mode()
-    def step(self, starts: Sequence[Start] = ()) -> list[EndedRollout]:
+    def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
         """Draw one token for every active row and the first token of every row that starts.
 
         Rows of `starts` must fit (see `free` and `fitting`). Returns the rows that ended.
@@ -271,7 +271,7 @@ class Engine:
                 break
         return new, rows
 
-    def _begin(self, start: Start, new: list[Prefix], rows: list[Row]) -> None:
+    def _begin(self, start: PromptStart, new: list[Prefix], rows: list[Row]) -> None:
         """A prompt's rollouts join the step; those that have drawn before join the next, as parked ones do."""
         self._watch(start.stop)
         every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from dataflow.folder.partial_rollouts import PartialRollout
-    from operators.engine.results import EndedRollout, Row, Start
+    from operators.engine.results import EndedRollout, PromptStart, Row
 
 
 class DecodingEngine(Protocol):
@@ -49,7 +49,7 @@ class DecodingEngine(Protocol):
     def fitting(self, tokens: int, wanted: int, pages: int, *, idle: bool) -> tuple[int, int]:
         """How many of `wanted` rollouts of a prompt of so many tokens fit into `pages`, and the pages they take."""
 
-    def step(self, starts: Sequence[Start] = ()) -> list[EndedRollout]:
+    def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
         """One token for every row; the rows that ended."""
 
     def abort(self, tickets: Collection[int]) -> list[EndedRollout]:
@@ -59,7 +59,7 @@ class DecodingEngine(Protocol):
         """A live rollout as it is now."""
 
     def new_tokens(self, since: Callable[[int], int], least: int) -> list[tuple[int, PartialRollout]]:
-        """By ticket, what live rollouts have drawn lately, for `Start.partial` of an engine after this one."""
+        """By ticket, what live rollouts have drawn lately, for `PromptStart.partial` of an engine after this one."""
 
     def adopted(self, version: int) -> None:
         """New weights of this version are in `tensors`."""

@@ -82,11 +82,11 @@ class GeneratorKnobs(Generate):
         )  # fmt: skip
 
     @property
-    def narrow(self) -> str | None:
+    def quantized(self) -> str | None:
         """Quantised layers take their weights as they compute with them."""
         return None if self.weights == "model" else self.weights.removesuffix("_dynamic")
 
-    def narrow_tensors(self) -> frozenset[str]:
+    def quantized_tensors(self) -> frozenset[str]:
         """The weights of the linear layers. Raises ModelError when the model's config cannot be read."""
         from operators.engine.precision.quantized_names import quantized_names
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataflow.runtime import Context
-from operators.engine.build import Built, build_native
+from operators.engine.build import BuiltEngine, build_native
 from operators.engine.knobs import GeneratorKnobs
 
 
-def make_engine(declaration: GeneratorKnobs, context: Context) -> Built:
+def make_engine(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
     """Load model and tokenizer onto the device of `context`; with `tensor_parallel` above 1 this process is rank 0.
 
     Raises ModelError when they cannot be used.

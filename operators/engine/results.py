@@ -14,7 +14,7 @@ from operators.engine.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class PromptStart:
     """A prompt whose rollouts (all, or some) start in this step."""
 
     prompt: AnyArray
@@ -72,7 +72,7 @@ class EndedRollout:
     """What failed, where it is not the model."""
 
 
-def begun(start: Start, age: int, sampling: Sampling, stop: StopStrings | None, *, masks: bool) -> list[Row]:
+def begun(start: PromptStart, age: int, sampling: Sampling, stop: StopStrings | None, *, masks: bool) -> list[Row]:
     """The rows of a prompt's rollouts, the first of this age. masks: it is recorded what truncation left.
 
     sampling, stop: the engine's, where `start` says nothing.

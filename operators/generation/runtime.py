@@ -18,7 +18,7 @@ from dataflow.weight_ends import WeightsIn
 from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
-from operators.engine.results import EndedRollout, Start
+from operators.engine.results import EndedRollout, PromptStart
 from operators.engine.sleep import put_aside
 from operators.generation import groups
 from operators.generation.decode_times import DecodeTimes
@@ -128,7 +128,7 @@ class GeneratorRuntime(Runtime):
             self._partial.write(self.engine, self._tickets)
         return self._out() if worked or self._complete else None
 
-    def _step(self, starts: list[Start]) -> list[EndedRollout]:
+    def _step(self, starts: list[PromptStart]) -> list[EndedRollout]:
         only_decodes = not starts and not self.engine.waiting
         began, drawn = self._context.clock(), self.engine.drawn
         ended = self.engine.step(starts)
@@ -207,11 +207,11 @@ class GeneratorRuntime(Runtime):
             self.engine.adopted(taken)
             self._first_version = taken if self._first_version < 0 else self._first_version
 
-    def _starts(self) -> list[Start]:
+    def _starts(self) -> list[PromptStart]:
         """Groups that start in the next step."""
         if self._weights.version < 0:
             return []
-        starts: list[Start] = []
+        starts: list[PromptStart] = []
         tokens = 0
         left = self.engine.spare_pages
         dropped = self._dropped()
@@ -253,7 +253,7 @@ class GeneratorRuntime(Runtime):
         """Groups that the trainer gave up, as far as is known."""
         return max(self._told_dropped, int(self._weights.note.get("dropped", 0)))
 
-    def _start(self, group: PromptGroup, count: int) -> Start:
+    def _start(self, group: PromptGroup, count: int) -> PromptStart:
         """Begin `count` more rollouts of a group."""
         if group.unstarted == len(group.order or group.rows):
             self._started.setdefault(group.source, []).append(group.group_id)
@@ -265,7 +265,7 @@ class GeneratorRuntime(Runtime):
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
         key = f"{self._context.seed}/{group.source}/{group.group_id}"
-        return Start(
+        return PromptStart(
             prompt=group.prompt,
             limit=self._limit(group),
             tickets=tickets,

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from dataflow.weight_ends import LetsGo, Offered, WeightsAgain, WeightsIn, taken
 from operators.models.shelf import Shelf, return_freed_memory
-from operators.ranks.messages import Moved, Sleep, Wake
+from operators.ranks.messages import Sleep, SleepDone, Wake
 
 if TYPE_CHECKING:
     from dataflow.system.channel import Channel
     from operators.ranks.exchange import Exchange
-    from operators.ranks.watch import Watch
+    from operators.ranks.watch import ExchangeWatch
 
 
 class ModelMemory:
@@ -58,7 +58,7 @@ class RankMemory(ModelMemory):
         super().__init__(attached, aside)
         self._end, self._tensors = end, tensors
 
-    def followed(self, message: object, channel: Channel[Any], watch: Watch) -> bool:
+    def followed(self, message: object, channel: Channel[Any], watch: ExchangeWatch) -> bool:
         """Sleep or wake where rank 0 says so; False where it says something else. watch: of the exchanges."""
         if not isinstance(message, Sleep | Wake):
             return False
@@ -67,7 +67,7 @@ class RankMemory(ModelMemory):
                 self.sleep(self._end, self._tensors())
             else:
                 self.wake()
-        channel.send(Moved())
+        channel.send(SleepDone())
         return True
 
 

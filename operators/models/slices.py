@@ -35,7 +35,7 @@ class NoOutline(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class FileTensor:
     """A tensor of a file, as a part of a tensor of the module."""
 
     name: str
@@ -53,7 +53,7 @@ class Outline:
     """A module on the meta device, and the parts of its tensors."""
 
     module: Any
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[FileTensor, ...]]
     """By the module's name of a tensor."""
     missing: frozenset[str]
     """Tensors that no file has."""
@@ -138,10 +138,10 @@ def outline(module: Any, files: Iterable[Path]) -> Outline:
     return Outline(module, parts, frozenset(wanted.keys() - parts.keys()))
 
 
-def saved_as(module: Any) -> Mapping[str, Sequence[Part]] | None:
+def saved_as(module: Any) -> Mapping[str, Sequence[FileTensor]] | None:
     """What of a module's tensors stands under other names in a folder that transformers loads; None: nobody knows."""
     if hasattr(module, _SAVED_AS):
-        found: Mapping[str, Sequence[Part]] = getattr(module, _SAVED_AS)
+        found: Mapping[str, Sequence[FileTensor]] = getattr(module, _SAVED_AS)
         return found
     try:
         return None if _Rules.of(module).is_needed_to_save else {}
@@ -216,7 +216,7 @@ class _Rules:
 def _joined(
     name: str, shape: tuple[int, ...], sources: Sequence[tuple[str, str | None]], stored: Mapping[str, StoredTensor],
     rules: _Rules,
-) -> Iterator[Part]:  # fmt: skip
+) -> Iterator[FileTensor]:  # fmt: skip
     """The parts of a tensor that is made of these sources: (name in a file, pattern)."""
     pattern = sources[0][1]
     is_stacked, dim = False, 0
@@ -239,7 +239,7 @@ def _joined(
             ends = [first + size for first, size in zip(offsets, tensor.shape, strict=False)]
             if len(tensor.shape) != len(shape) or any(end > most for end, most in zip(ends, shape, strict=True)):
                 raise NoOutline(f"'{source}' is {list(stored[source].shape)}, but '{name}' is {list(shape)}")
-            yield Part(source, stored[source].shape, tensor, tuple(offsets))
+            yield FileTensor(source, stored[source].shape, tensor, tuple(offsets))
             covered += math.prod(tensor.shape)
             thickness = tensor.shape[dim] if shape else 0
             at += 0 if is_stacked else thickness
@@ -265,7 +265,7 @@ def _putting_together(name: str, conversion: Any) -> tuple[bool, int, list[str]]
     raise NoOutline(f"'{name}' is made by {conversion.operations}")
 
 
-def _fill(file: int, part: Part, into: Tensor, runs: Runs) -> None:
+def _fill(file: int, part: FileTensor, into: Tensor, runs: Runs) -> None:
     for first, here, size in boxes(runs):
         common = overlap(first, size, part.offsets, part.stored.shape)
         if common is not None:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.system.channel import Channel
-from operators.ranks.messages import Failed, Moved, Sleep, Wake
+from operators.ranks.messages import Failed, Sleep, SleepDone, Wake
 from operators.ranks.team import BLAME_S, Team, timed_out
-from operators.ranks.watch import Watch
+from operators.ranks.watch import ExchangeWatch
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Exchange:
     unblocked by: their part of it, their end, or the time-out; after an error every call raises
     """
 
-    def __init__(self, team: Team, watch: Watch) -> None:
+    def __init__(self, team: Team, watch: ExchangeWatch) -> None:
         self.team, self._watch = team, watch
         self._broken = ""
 
@@ -55,7 +55,7 @@ class Exchange:
             self.tell(message)
             with self._watch.lifted():
                 yield
-            self.answers(Moved, self.team.limits.checkpoint_s)
+            self.answers(SleepDone, self.team.limits.checkpoint_s)
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -109,7 +109,7 @@ def expected(kind: type[T], channel: Channel[Any], rank: int, parent: int, wait_
 
 
 @contextlib.contextmanager
-def named(channel: Channel[Any], rank: int, parent: int, doing: str, watch: Watch) -> Iterator[None]:
+def named(channel: Channel[Any], rank: int, parent: int, doing: str, watch: ExchangeWatch) -> Iterator[None]:
     """In another rank: an exchange that broke, as an error that says who waited for whom."""
     try:
         with watch.within():

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dataflow.errors import RunError
 from dataflow.system.rank_places import RankPlaces
 from dataflow.worker.weight_ports import abort_gloo, interface_of
-from operators.ranks.watch import Watch
+from operators.ranks.watch import ExchangeWatch
 
 NEVER = datetime.timedelta(days=365)
 _MEETINGS: list[Any] = []
@@ -59,19 +59,19 @@ def _file(folder: Path, size: int) -> Any:
 
 
 def _meeting(places: RankPlaces, timeout_s: float) -> Any:
-    from operators.ranks.store import LineStore
+    from operators.ranks.store import RankZeroStore
 
     assert places.keys is not None, "a run over hosts has keys"
-    _MEETINGS.append(LineStore(places.meets_at, places.keys, timeout_s))
+    _MEETINGS.append(RankZeroStore(places.meets_at, places.keys, timeout_s))
     return _MEETINGS[-1]
 
 
-def watched(limit_s: float) -> Watch:
+def watched(limit_s: float) -> ExchangeWatch:
     """Bound the waits of all process groups that there are, in the place of their own time-outs, which run on while the
     run is stopped."""
     for found in _groups():
         dist.distributed_c10d._set_pg_timeout(NEVER, found)
-    return Watch(limit_s, _abort, computes=not any("cuda" in str(found._device_types) for found in _groups()))
+    return ExchangeWatch(limit_s, _abort, computes=not any("cuda" in str(found._device_types) for found in _groups()))
 
 
 def _groups() -> list[dist.ProcessGroup]:

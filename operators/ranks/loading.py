@@ -12,14 +12,14 @@ from dataflow.system.channel import Channel
 from operators.ranks.exchange import expected
 from operators.ranks.messages import Build, Load, Loaded
 from operators.ranks.team import Team
-from operators.ranks.watch import Watch
+from operators.ranks.watch import ExchangeWatch
 
 Loading = Callable[[bool], AbstractContextManager[None]]
 """Within it this rank reads the model; given True, it alone, since it holds the whole of it for a moment. It ends when
 all ranks have read it, for which no exchange between ranks has to wait."""
 
 
-def leading(team: Team, watch: Watch) -> Loading:
+def leading(team: Team, watch: ExchangeWatch) -> Loading:
     """Rank 0's."""
 
     @contextlib.contextmanager
@@ -37,7 +37,7 @@ def leading(team: Team, watch: Watch) -> Loading:
     return loading
 
 
-def following(channel: Channel[Any], rank: int, wait_s: float, watch: Watch) -> Loading:
+def following(channel: Channel[Any], rank: int, wait_s: float, watch: ExchangeWatch) -> Loading:
     """Another rank's; rank 0 says when it is this one's turn."""
 
     @contextlib.contextmanager

@@ -94,7 +94,7 @@ class Wake:
 
 
 @dataclass(frozen=True)
-class Moved:
+class SleepDone:
     """Another rank: I have done so."""
 
 
@@ -109,4 +109,6 @@ class Failed:
 
 def codec_of(protocol: str, *kinds: type[Any]) -> Codec[Any]:
     """The messages of the ranks of one operator."""
-    return Codec(protocol, 1, Close, Load, Loaded, Build, Sleep, Wake, Moved, Failed, *kinds, max_bytes=MESSAGE_BYTES)
+    return Codec(
+        protocol, 1, Close, Load, Loaded, Build, Sleep, Wake, SleepDone, Failed, *kinds, max_bytes=MESSAGE_BYTES
+    )

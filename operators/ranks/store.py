@@ -15,10 +15,10 @@ import zmq
 
 from dataflow.system.clocks import Countdown
 from dataflow.system.security import RunKeys, present
-from dataflow.worker.rank_messages import FROM_RANK_ZERO, TO_RANK_ZERO, Delete, Get, Set, Told
+from dataflow.worker.rank_messages import FROM_RANK_ZERO, TO_RANK_ZERO, Delete, Get, Set, StoredValues
 
 
-class LineStore(dist.Store):  # type: ignore[name-defined, misc]
+class RankZeroStore(dist.Store):  # type: ignore[name-defined, misc]
     """See torch.distributed.Store; of one rank."""
 
     def __init__(self, address: str, keys: RunKeys, patience_s: float) -> None:
@@ -70,7 +70,7 @@ class LineStore(dist.Store):  # type: ignore[name-defined, misc]
             self._line.close()
             self._context.term()
 
-    def _ask(self, message: Set | Get | Delete, wait_s: float | None = None) -> Told:
+    def _ask(self, message: Set | Get | Delete, wait_s: float | None = None) -> StoredValues:
         wait_s = self._patience_s if wait_s is None else wait_s
         with self._lock:
             self._line.send(TO_RANK_ZERO.encode(message))
@@ -79,7 +79,7 @@ class LineStore(dist.Store):  # type: ignore[name-defined, misc]
                 if not self._line.poll(max(1, int(1000 * wait.slice_s))):
                     continue
                 found = FROM_RANK_ZERO.decode(b"".join(self._line.recv_multipart()))
-                if isinstance(found, Told) and found.ticket == message.ticket:
+                if isinstance(found, StoredValues) and found.ticket == message.ticket:
                     return found
         what: Sequence[str] = message.keys if isinstance(message, Get) else [message.key]
         raise RuntimeError(

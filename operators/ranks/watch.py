@@ -11,7 +11,7 @@ from dataflow.system.clocks import LOOK_S, AwakeClock
 from dataflow.worker.cpu_watchdog import CpuWatchdog
 
 
-class Watch:
+class ExchangeWatch:
     """The deadline of exchanges in which one thread takes part: gloo's and NCCL's own run on while nobody runs.
 
     consumes: when its thread enters an exchange and leaves it; the clock

@@ -50,7 +50,7 @@ class Enter:
 
 
 @dataclass(frozen=True)
-class Leave:
+class ReleaseVersion:
     """Let go of the version that you hold."""
 
 
@@ -76,7 +76,7 @@ class Entry:
     entered: bool
 
 
-KINDS = (Meet, Enter, Leave, Take, Holds, Entry)
+KINDS = (Meet, Enter, ReleaseVersion, Take, Holds, Entry)
 """Messages that belong to the protocol of every operator whose ranks read weights."""
 
 
@@ -119,7 +119,7 @@ def followed(message: object, channel: Channel[Any], end: WeightsBeside | None) 
             return False
         case Enter():
             channel.send(Entry(end.enter(message.segment, message.version, message.layout)))
-        case Leave():
+        case ReleaseVersion():
             end.decline()
         case Take():
             end.adopt()
@@ -220,7 +220,7 @@ class Leader:
             entries = enumerate(self._exchange.answers(Entry), start=1)
             outside = [rank for rank, each in entries if not each.entered]
             if outside:
-                self._exchange.tell(Leave())
+                self._exchange.tell(ReleaseVersion())
             return outside
 
     def _bear(self, outside: list[int], version: int) -> None:

@@ -13,9 +13,9 @@ from dataflow.scorer import Scorer
 from dataflow.scoring.callers import caller_of
 from dataflow.scoring.runtime import Scoring
 from operators.rewards.code_tests import program_in, read_cases
-from operators.sandbox import Limits, fault, run
+from operators.sandbox import SandboxLimits, fault, run
 
-_DEFAULT = Limits()
+_DEFAULT = SandboxLimits()
 _MARGIN_S = 30.0
 _LEAST_BYTES = 64 << 20
 
@@ -30,7 +30,7 @@ class CodeVerdict:
     """How many passed, and why the first that did not failed."""
 
 
-def judge(program: str, tests: Any, limits: Limits = _DEFAULT, *, all_or_nothing: bool = False) -> CodeVerdict:
+def judge(program: str, tests: Any, limits: SandboxLimits = _DEFAULT, *, all_or_nothing: bool = False) -> CodeVerdict:
     """Run a program against tests (see `read_cases`) in one sandbox; with `all_or_nothing`, up to the first failure.
 
     A program that fails, crashes, hangs or takes too much has the reward it earned until then. Raises SandboxError
@@ -132,6 +132,6 @@ def _judged(
     memory_bytes: int = _DEFAULT.memory_bytes,
 ) -> list[str]:
     """The reward, written out, and the note."""
-    limits = Limits(time_s=time_s, total_s=total_s, memory_bytes=memory_bytes)
+    limits = SandboxLimits(time_s=time_s, total_s=total_s, memory_bytes=memory_bytes)
     verdict = judge(program_in(completion), tests, limits, all_or_nothing=all_or_nothing)
     return [repr(verdict.reward), verdict.note]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from operators.sandbox import Call, Check, Outcome, Script, Test
+from operators.sandbox import CallTest, PythonTest, SandboxResult, ScriptTest, Test
 
 _BLOCK = re.compile(
     r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
@@ -23,7 +23,7 @@ class Case:
     test: Test
     wanted: str | None = None
 
-    def fault(self, outcome: Outcome) -> str:
+    def fault(self, outcome: SandboxResult) -> str:
         """Why it failed; empty where it passed."""
         if not outcome.passed or self.wanted is None or is_same_output(outcome.output, self.wanted):
             return outcome.note
@@ -95,15 +95,15 @@ def _columns_as_rows(tests: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _case(test: Any) -> Case:
     if isinstance(test, str):
-        return Case(Check(test))
+        return Case(PythonTest(test))
     if not isinstance(test, dict) or "input" not in test or "output" not in test:
         raise ValueError(f'a test is {_shown(test)}; give Python text, or {{"input": ..., "output": ...}}')
     given, wanted, name = test["input"], test["output"], test.get("fn_name")
     if not name:
-        return Case(Script(_lines(given)), _lines(wanted))
+        return Case(ScriptTest(_lines(given)), _lines(wanted))
     arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
     wanted = json.loads(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted
-    return Case(Call(name, arguments, wanted))
+    return Case(CallTest(name, arguments, wanted))
 
 
 def _lines(text: str | Sequence[str]) -> str:

@@ -28,7 +28,7 @@ class SandboxError(RunError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What a program may use."""
 
     time_s: float = 4.0
@@ -46,21 +46,21 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Script:
+class ScriptTest:
     """A test that runs the program as a script."""
 
     stdin: str
 
 
 @dataclass(frozen=True)
-class Check:
+class PythonTest:
     """A test in Python, whose names stand for what the program defines; it passes if it ends without an exception."""
 
     source: str
 
 
 @dataclass(frozen=True)
-class Call:
+class CallTest:
     """A test that calls a function of the program, or a method of its class Solution; the rest of it is plain data."""
 
     name: str
@@ -69,22 +69,22 @@ class Call:
     """What it should return, as JSON would hold it; it passes if it does (`tester.is_same`)."""
 
 
-Test = Script | Check | Call
+Test = ScriptTest | PythonTest | CallTest
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SandboxResult:
     """How one test went."""
 
     passed: bool
-    """Whether a `Check` or a `Call` passed; whether a `Script` ended with status 0."""
+    """Whether a `PythonTest` or a `CallTest` passed; whether a `ScriptTest` ended with status 0."""
     note: str
     """Why it did not."""
     output: str = ""
-    """What a `Script` that ended well printed."""
+    """What a `ScriptTest` that ended well printed."""
 
 
-def run(source: str, tests: Sequence[Test], limits: Limits) -> Generator[Outcome, None, None]:
+def run(source: str, tests: Sequence[Test], limits: SandboxLimits) -> Generator[SandboxResult, None, None]:
     """Run a program's tests in one sandbox, each in a new process: an outcome for each, as they come.
 
     Closing the iterator ends the sandbox with all that is in it. Raises SandboxError where there is no sandbox, or
@@ -114,7 +114,9 @@ def run(source: str, tests: Sequence[Test], limits: Limits) -> Generator[Outcome
         process.communicate()
 
 
-def _outcomes(process: "subprocess.Popen[bytes]", tests: int, limits: Limits) -> Generator[Outcome, None, None]:
+def _outcomes(
+    process: "subprocess.Popen[bytes]", tests: int, limits: SandboxLimits
+) -> Generator[SandboxResult, None, None]:
     assert process.stdout is not None and process.stderr is not None
     deadline = time.monotonic() + limits.total_s + _GRACE_S
     inbox, errors, left = bytearray(), bytearray(), tests
@@ -138,11 +140,11 @@ def _outcomes(process: "subprocess.Popen[bytes]", tests: int, limits: Limits) ->
             if now > looked + _LOOK_S:
                 looked = now
                 if threads_below(process.pid) > limits.threads + _OWN_THREADS:
-                    yield from [Outcome(False, f"started more than {limits.threads} threads")] * left
+                    yield from [SandboxResult(False, f"started more than {limits.threads} threads")] * left
                     return
 
 
-def _request(source: str, tests: Sequence[Test], limits: Limits) -> int:
+def _request(source: str, tests: Sequence[Test], limits: SandboxLimits) -> int:
     """A file in memory with all that the driver reads, at its beginning."""
     told = {
         "cpu_s": limits.time_s, "wall_s": _WALL_FACTOR * limits.time_s, "total_s": limits.total_s,
@@ -164,13 +166,13 @@ def _request(source: str, tests: Sequence[Test], limits: Limits) -> int:
 
 def _plain(test: Test) -> tuple[bytes, bytes]:
     """A test's kind and its bytes."""
-    if isinstance(test, Call):
+    if isinstance(test, CallTest):
         return CALL, encode([test.name, test.arguments, test.wanted], _refuse)
-    kind, text = (SCRIPT, test.stdin) if isinstance(test, Script) else (CHECK, test.source)
+    kind, text = (SCRIPT, test.stdin) if isinstance(test, ScriptTest) else (CHECK, test.source)
     return kind, text.encode("utf-8", "surrogatepass")
 
 
-def _next_outcome(inbox: bytearray) -> Outcome | None:
+def _next_outcome(inbox: bytearray) -> SandboxResult | None:
     """Take the next whole outcome out of what has come."""
     if len(inbox) < OUTCOME.size:
         return None
@@ -180,7 +182,7 @@ def _next_outcome(inbox: bytearray) -> Outcome | None:
         return None
     texts = [bytes(part).decode("utf-8", "replace") for part in (inbox[OUTCOME.size : middle], inbox[middle:stop])]
     del inbox[:stop]
-    return Outcome(passed, *texts)
+    return SandboxResult(passed, *texts)
 
 
 def threads_below(pid: int) -> int:

@@ -3,7 +3,7 @@
 import functools
 
 from operators.sandbox.bwrap import find, missing
-from operators.sandbox.runner import Limits, SandboxError, Script, run
+from operators.sandbox.runner import SandboxError, SandboxLimits, ScriptTest, run
 
 
 def fault() -> str | None:
@@ -15,7 +15,7 @@ def fault() -> str | None:
 @functools.cache
 def _probed(program: str) -> str | None:
     try:
-        (outcome,) = run("print(6 * 7)", [Script("")], Limits(time_s=10.0))
+        (outcome,) = run("print(6 * 7)", [ScriptTest("")], SandboxLimits(time_s=10.0))
     except SandboxError as error:
         found = str(error)
     else:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from operators.serving.bounds import read_json
-from operators.serving.calls import Call
+from operators.serving.calls import ServedCall
 from operators.serving.errors import ApiError
 from operators.serving.requests import Kind, parse
 from operators.serving.responses import DONE, Chunks, event, whole
@@ -130,7 +130,7 @@ async def _serve(service: Service, http: HttpRequest, kind: Kind) -> Response:
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-async def _stream(service: Service, http: HttpRequest, call: Call) -> AsyncIterator[str]:
+async def _stream(service: Service, http: HttpRequest, call: ServedCall) -> AsyncIterator[str]:
     chunks = Chunks(call, service.vocabulary)
     try:
         async with _attended(service, http, call) as news:
@@ -146,7 +146,7 @@ async def _stream(service: Service, http: HttpRequest, call: Call) -> AsyncItera
 
 
 @contextlib.asynccontextmanager
-async def _attended(service: Service, http: HttpRequest, call: Call) -> AsyncIterator[AsyncIterator[None]]:
+async def _attended(service: Service, http: HttpRequest, call: ServedCall) -> AsyncIterator[AsyncIterator[None]]:
     """Watch a call to its end: an iterator that goes round whenever something is new. Whoever leaves, ends the call.
 
     Raises:
@@ -160,7 +160,7 @@ async def _attended(service: Service, http: HttpRequest, call: Call) -> AsyncIte
         service.end(call, GONE)
 
 
-async def _news(service: Service, call: Call, left: asyncio.Task[None]) -> AsyncIterator[None]:
+async def _news(service: Service, call: ServedCall, left: asyncio.Task[None]) -> AsyncIterator[None]:
     deadline = asyncio.get_running_loop().time() + service.call_timeout_s
     while True:
         over = call.is_over

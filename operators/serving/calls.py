@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED
 from operators.serving.errors import ApiError
-from operators.serving.exchanges import Exchange
+from operators.serving.exchanges import ServedExchange
 from operators.serving.requests import Request
 from operators.serving.rows import CallGroup, Completion
 from operators.serving.text import Transcript, Vocabulary
@@ -73,7 +73,7 @@ class CallPrompt:
         """Whether all rollouts have ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def exchanges(self, vocabulary: Vocabulary, ends: frozenset[int]) -> list[Exchange]:
+    def exchanges(self, vocabulary: Vocabulary, ends: frozenset[int]) -> list[ServedExchange]:
         """What a later prompt may go on from."""
         if self.text is None:
             return []
@@ -85,7 +85,7 @@ class CallPrompt:
                 continue
             end = ids[-1] if whole == len(ids) - 1 and ids[-1] in ends else None
             found.append(
-                Exchange(
+                ServedExchange(
                     session=self.group.session,
                     text=self.text + choice.transcript.text[: choice.transcript.end_of(whole)],
                     tokens=(*self.group.prompt_tokens, *ids[:whole]),
@@ -96,7 +96,7 @@ class CallPrompt:
         return found
 
 
-class Call:
+class ServedCall:
     """A request and its parts.
 
     consumes: news of its rollouts (`hear`, on the event loop)

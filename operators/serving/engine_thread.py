@@ -61,7 +61,7 @@ class EngineThread:
         """Take over an engine, which nothing else may call from now on.
 
         Args:
-            make_start: `operators.engine.results.Start`.
+            make_start: `operators.engine.results.PromptStart`.
             most_waiting: prompts that wait to be started; more are refused.
             prefill_tokens: prompt tokens after which no more prompts start in the same step.
             stream_s: seconds between two looks at the rollouts that stream, at least; 0: after every step.

@@ -14,7 +14,7 @@ MOST_CHARACTERS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ServedExchange:
     """A prompt and what the model wrote after it."""
 
     session: str | None
@@ -44,10 +44,10 @@ class Exchanges:
     def __init__(self, most: int = 1024) -> None:
         """Begin with none."""
         self._most = most
-        self._kept: OrderedDict[tuple[str | None, str], Exchange] = OrderedDict()
+        self._kept: OrderedDict[tuple[str | None, str], ServedExchange] = OrderedDict()
         self._characters = 0
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, exchange: ServedExchange) -> None:
         """Remember an exchange; one of the same session and text is replaced."""
         key = exchange.session, exchange.text
         self._drop(key)
@@ -56,9 +56,9 @@ class Exchanges:
         while len(self._kept) > self._most or self._characters > MOST_CHARACTERS:
             self._drop(next(iter(self._kept)))
 
-    def find(self, session: str | None, text: str) -> Exchange | None:
+    def find(self, session: str | None, text: str) -> ServedExchange | None:
         """The longest exchange of the session that `text` goes on from."""
-        found: Exchange | None = None
+        found: ServedExchange | None = None
         for (owner, begin), exchange in self._kept.items():
             if owner == session and (found is None or len(begin) > len(found.text)) and text.startswith(begin):
                 found = exchange

@@ -36,7 +36,7 @@ class RequestStop(StopStrings):
         return super().find(tokens) if self._texts else None
 
 
-class Stopping:
+class StopCache:
     """Makes what a request stops by; requests with the same strings share it, since the engine keeps each it met."""
 
     def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from operators.serving.calls import Call, Choice
+from operators.serving.calls import Choice, ServedCall
 from operators.serving.text import Vocabulary
 
 DONE = "data: [DONE]\n\n"
@@ -18,7 +18,7 @@ def event(body: Any) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def whole(call: Call, vocabulary: Vocabulary) -> dict[str, Any]:
+def whole(call: ServedCall, vocabulary: Vocabulary) -> dict[str, Any]:
     """The answer of a call that is over."""
     request = call.request
     body = _head(call, chunk=False)
@@ -29,7 +29,7 @@ def whole(call: Call, vocabulary: Vocabulary) -> dict[str, Any]:
     return body
 
 
-def usage(call: Call) -> dict[str, int]:
+def usage(call: ServedCall) -> dict[str, int]:
     """Tokens read and written; a prompt counts once, however many choices it has."""
     read = sum(len(part.group.prompt_tokens) for part in call.parts)
     wrote = sum(len(choice.tokens) for choice in call.choices)
@@ -49,7 +49,7 @@ class _Sent:
 class Chunks:
     """The chunks of a call's stream, cut as the news comes; together they are the whole answer."""
 
-    def __init__(self, call: Call, vocabulary: Vocabulary) -> None:
+    def __init__(self, call: ServedCall, vocabulary: Vocabulary) -> None:
         """Nothing sent yet."""
         self._call, self._vocabulary = call, vocabulary
         self._sent = [_Sent() for _ in call.choices]
@@ -106,13 +106,13 @@ class Chunks:
         return {**body, "usage": None} if self._call.request.include_usage else body
 
 
-def _head(call: Call, *, chunk: bool) -> dict[str, Any]:
+def _head(call: ServedCall, *, chunk: bool) -> dict[str, Any]:
     chat = "chat.completion.chunk" if chunk else "chat.completion"
     kind = chat if call.request.kind == "chat" else "text_completion"
     return {"id": call.request_id, "object": kind, "created": call.created, "model": call.request.model}
 
 
-def _whole_choice(call: Call, choice: Choice, vocabulary: Vocabulary) -> dict[str, Any]:
+def _whole_choice(call: ServedCall, choice: Choice, vocabulary: Vocabulary) -> dict[str, Any]:
     request, text = call.request, choice.transcript.text
     made: dict[str, Any] = {"index": choice.index}
     if request.kind == "chat":
@@ -128,7 +128,7 @@ def _whole_choice(call: Call, choice: Choice, vocabulary: Vocabulary) -> dict[st
     return made
 
 
-def _prompt_of(call: Call, choice: Choice) -> list[int]:
+def _prompt_of(call: ServedCall, choice: Choice) -> list[int]:
     return list(call.parts[choice.index // call.request.n].group.prompt_tokens)
 
 

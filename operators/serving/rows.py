@@ -73,7 +73,7 @@ class Completion:
     error: str | None = None
 
 
-class Numbers:
+class GroupIds:
     """Hands out group ids so that `group_id * size + position` names one rollout only, whatever the sizes."""
 
     def __init__(self, group: int = 0, rollout: int = 0) -> None:

@@ -16,7 +16,7 @@ from dataflow.errors import GraphError
 if TYPE_CHECKING:
     import uvicorn
 
-    from operators.engine.build import Built
+    from operators.engine.build import BuiltEngine
     from operators.serving.service import OnRollout, Service
     from operators.serving.sink import RolloutLog
 
@@ -63,7 +63,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_service(
-    built: Built,
+    built: BuiltEngine,
     *,
     model: str,
     record: RolloutLog | None = None,
@@ -85,22 +85,22 @@ def make_service(
         chat_template: instead of the tokenizer's own.
         knobs: of `Service`: vocabulary, call_timeout_s, exchanges.
     """
-    from operators.engine.results import Start
+    from operators.engine.results import PromptStart
     from operators.engine.sampling import Sampling
     from operators.serving.engine_thread import EngineThread
-    from operators.serving.request_stops import Stopping
+    from operators.serving.request_stops import StopCache
     from operators.serving.service import Service
 
     tokenizer = copy.deepcopy(built.tokenizer)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return Service(
-        EngineThread(built.engine, Start, most_waiting=most_waiting, stream_s=stream_s),
+        EngineThread(built.engine, PromptStart, most_waiting=most_waiting, stream_s=stream_s),
         tokenizer,
         model=model,
         ends=built.ends,
         make_sampling=Sampling,
-        make_stop=Stopping(built.tokenizer, built.ends),
+        make_stop=StopCache(built.tokenizer, built.ends),
         on_rollout=(*on_rollout, *([] if record is None else [record.append])),
         numbers=None if record is None else record.numbers,
         **knobs,

@@ -21,12 +21,12 @@ from dataflow.errors import RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import ABORTED
 from operators.serving.bounds import Bounds, Budget
-from operators.serving.calls import Call, CallPrompt, Choice
+from operators.serving.calls import CallPrompt, Choice, ServedCall
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.errors import ApiError, bad, too_long
 from operators.serving.exchanges import Encoded, Exchanges, encode
 from operators.serving.requests import Request
-from operators.serving.rows import CallGroup, Numbers, rows_of
+from operators.serving.rows import CallGroup, GroupIds, rows_of
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News, Work
 
@@ -51,7 +51,7 @@ class Service:
         make_sampling: Callable[..., Any],
         make_stop: Callable[..., Any],
         on_rollout: Sequence[OnRollout] = (),
-        numbers: Numbers | None = None,
+        numbers: GroupIds | None = None,
         vocabulary: int | None = None,
         call_timeout_s: float = 600.0,
         exchanges: int = 1024,
@@ -78,13 +78,13 @@ class Service:
         self.started_s = int(time.time())
         self.recorded = 0
         self._ends, self._make_sampling, self._make_stop = ends, make_sampling, make_stop
-        self._on_rollout, self._numbers = tuple(on_rollout), numbers or Numbers()
+        self._on_rollout, self._numbers = tuple(on_rollout), numbers or GroupIds()
         self._exchanges = Exchanges(exchanges)
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._calls: weakref.WeakSet[ServedCall] = weakref.WeakSet()
         self._tokens = vocabulary or len(tokenizer)
         self._log = structlog.get_logger()
 
-    def begin(self, request: Request, session: str | None) -> Call:
+    def begin(self, request: Request, session: str | None) -> ServedCall:
         """Start a call. Raises ApiError where it cannot be: 400, 404 (model), 429 (overload), 503 (shutting down)."""
         self.check_room(max(1, len(request.prompts)))
         if session is not None and len(session) > self.bounds.name_characters:
@@ -105,7 +105,7 @@ class Service:
         parts = []
         for place, (shown, text, encoded) in enumerate(self._encoded(request, session)):
             parts.append(self._part(request, place, shown, text, encoded, session, request_id))
-        call = Call(request, parts, self._ends, self._over)
+        call = ServedCall(request, parts, self._ends, self._over)
         self._check_room(call)
         works = [self._work(call, part, sampling, stop) for part in parts]
         with _refused():
@@ -118,7 +118,7 @@ class Service:
         with _refused():
             self.thread.check_room(prompts)
 
-    def end(self, call: Call, why: str) -> None:
+    def end(self, call: ServedCall, why: str) -> None:
         """Give up what is left of a call; its rows say why."""
         for part in call.parts:
             if part.work is not None and not part.is_over:
@@ -223,7 +223,7 @@ class Service:
         choices = [Choice(first + i, Transcript(self.vocabulary, request.stop)) for i in range(request.n)]
         return CallPrompt(group, choices, text)
 
-    def _check_room(self, call: Call) -> None:
+    def _check_room(self, call: ServedCall) -> None:
         """Refuse a call that the context has no room for; it is recorded, as any rollout that came to nothing."""
         room = self.thread.engine.context_tokens
         for part in call.parts:
@@ -239,7 +239,7 @@ class Service:
                         call.hear(other, News(position, RolloutTokens.joined(()), ABORTED, error.message))
                 raise error
 
-    def _work(self, call: Call, part: CallPrompt, sampling: Any, stop: Any) -> Work:
+    def _work(self, call: ServedCall, part: CallPrompt, sampling: Any, stop: Any) -> Work:
         post = asyncio.get_running_loop().call_soon_threadsafe
 
         def tell(news: News) -> None:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from dataflow.errors import RunError
 from dataflow.records import GROUP_ID, ROLLOUT_ID, schema
 from dataflow.system.files import disk
-from operators.serving.rows import COLUMNS, Numbers
+from operators.serving.rows import COLUMNS, GroupIds
 
 
 class RolloutLog:
@@ -58,7 +58,7 @@ class RolloutLog:
                 f"{self.path} cannot be appended to; found another process writing it; name another file"
             ) from error
 
-    def _read(self) -> tuple[Numbers, int]:
+    def _read(self) -> tuple[GroupIds, int]:
         """The numbers that are free, and where the last whole batch ends."""
         group = rollout = -1
         end = 0
@@ -68,7 +68,7 @@ class RolloutLog:
                     if batch is not None and batch.num_rows:
                         group = max(group, pc.max(batch.column(GROUP_ID)).as_py())
                         rollout = max(rollout, pc.max(batch.column(ROLLOUT_ID)).as_py())
-        return Numbers(group + 1, rollout + 1), end
+        return GroupIds(group + 1, rollout + 1), end
 
     def _write(self, piece: pa.Buffer) -> None:
         end = os.lseek(self._handle, 0, os.SEEK_CUR)

@@ -67,7 +67,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Made:
+class MadePrompt:
     """A prompt."""
 
     id: str
@@ -78,11 +78,11 @@ class Made:
 
 def sample_columns(found: Iterable[FoundRow], recipe: Recipe) -> tuple[dict[str, pa.DataType], list[Fault]]:
     """Types of the user's columns in the first prompts; the faults of these rows if none gave a prompt."""
-    rows: list[Made] = []
+    rows: list[MadePrompt] = []
     faults: list[Fault] = []
     for each in itertools.islice(found, _SAMPLE_ROWS):
         for made in prompts_of(each, recipe, {}):
-            if isinstance(made, Made):
+            if isinstance(made, MadePrompt):
                 rows.append(made)
             else:
                 faults.append(made)
@@ -120,7 +120,7 @@ def load(found: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: S
     return table, report
 
 
-def prompts_of(found: FoundRow, recipe: Recipe, types: Columns) -> Iterator[Made | Fault]:
+def prompts_of(found: FoundRow, recipe: Recipe, types: Columns) -> Iterator[MadePrompt | Fault]:
     """The prompts of a row, or what is wrong with it."""
     if found.fault is not None:
         yield found.fault
@@ -141,12 +141,12 @@ def prompts_of(found: FoundRow, recipe: Recipe, types: Columns) -> Iterator[Made
 
 def _good(
     found: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: Selection, report: Report
-) -> Iterator[Made]:
+) -> Iterator[MadePrompt]:
     for each in found:
         is_empty = True
         for made in prompts_of(each, recipe, types):
             is_empty = False
-            if isinstance(made, Made):
+            if isinstance(made, MadePrompt):
                 yield made
             elif selection.drops_bad:
                 report.add(made.kind, each.place)
@@ -155,7 +155,7 @@ def _good(
         report.skipped += is_empty
 
 
-def _made(row: Any, number: str, recipe: Recipe, types: Columns, raw: Any = None) -> Made | Fault:
+def _made(row: Any, number: str, recipe: Recipe, types: Columns, raw: Any = None) -> MadePrompt | Fault:
     if isinstance(row, str):
         row = {recipe.prompt_column: row}
     if not isinstance(row, Mapping):
@@ -176,7 +176,7 @@ def _made(row: Any, number: str, recipe: Recipe, types: Columns, raw: Any = None
         if isinstance(identity, Fault):
             return identity
         number = f"{identity}.{number.partition('.')[2]}" if "." in number else str(identity)
-    return Made(number, prompt, tuple(values))
+    return MadePrompt(number, prompt, tuple(values))
 
 
 def _prompt(row: Mapping[str, Any], recipe: Recipe) -> str | Fault:

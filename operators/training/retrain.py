@@ -16,7 +16,7 @@ import torch
 from dataflow.errors import GraphError, RunError, nearest
 from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.ledger import MadeStep
-from dataflow.history.replay import Script
+from dataflow.history.replay import ReplayScript
 from dataflow.runtime import Context
 from operators import losses
 from operators.models.loading import load_tokenizer
@@ -26,7 +26,7 @@ from operators.training.learner.build import make_learner
 from operators.training.steps import StepMaker
 
 
-def retrained(trainer: TrainerKnobs, script: Script) -> Iterator[Mapping[str, float]]:
+def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[str, float]]:
     """Train the steps of a script in order, each at the learning rate that it had; `loss` and `grad_norm` of each.
 
     A step with a number that is not finite leaves the weights alone, as it would in a run.

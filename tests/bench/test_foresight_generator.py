@@ -13,7 +13,7 @@ from bench.foresight.generator import DOUBTED, composed, errors, fitted, generat
 from bench.foresight.measured import Served, holding, read_served
 from dataflow.errors import GraphError
 from dataflow.foresight.kernel_tables import folder
-from dataflow.foresight.serving import Constants
+from dataflow.foresight.serving import ServerConstants
 
 CONFIG = {
     "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 6144,
@@ -26,7 +26,7 @@ ROW: dict[str, Any] = {
     "tp_size": 1.0, "attention_dp_size": 1.0, "moe_tp_size": 1.0, "moe_ep_size": 1.0, "silicon_ttft_ms": 50.0,
     "silicon_tpot_ms": 10.0,
 }  # fmt: skip
-TRUE = Constants(
+TRUE = ServerConstants(
     memory=1.3, products=2.0, tiles=0.5, links=3.0, hop_s=5e-6, layer_s=60e-6, mixture_s=20e-6
 )  # fmt: skip
 

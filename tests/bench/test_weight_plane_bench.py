@@ -12,7 +12,7 @@ from bench.weight_plane import __main__ as weight_plane
 from bench.weight_plane import pair as weight_plane_pair
 from bench.weight_plane import rank_ends
 from bench.weight_plane import systems as weight_plane_systems
-from bench.weight_plane.cases import Case, Job, Outcome, Seat, stalls
+from bench.weight_plane.cases import Case, Job, Seat, UpdateTimes, stalls
 from bench.weight_plane.ends import Announcing, Told
 
 SMALL = ["--mib", "1", "--tensors", "3", "--repeats", "1", "--updates", "2"]
@@ -97,10 +97,10 @@ def test_a_system_that_fails_in_its_process_is_told_in_words_and_leaves_nothing_
 
 
 def test_a_failed_system_is_a_row_and_the_exit_status_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    def fake(job: Job) -> Outcome | str:
+    def fake(job: Job) -> UpdateTimes | str:
         if job.system == "gloo":
             return "reader: RuntimeError: no route"
-        return Outcome([0.5], [0.25], [1.0], [2.0], [0.5], [0.1])
+        return UpdateTimes([0.5], [0.25], [1.0], [2.0], [0.5], [0.1])
 
     monkeypatch.setattr(weight_plane, "measure", fake)
     path = tmp_path / "lines.jsonl"

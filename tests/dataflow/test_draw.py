@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataflow.draw import Frame, draw, mimebundle, render_svg, reward_curve_svg
+from dataflow.draw import DeviceFrame, draw, mimebundle, render_svg, reward_curve_svg
 from dataflow.draw.frames import pieces
-from dataflow.draw.geometry import Back, Layout, Link, Rect, Size
+from dataflow.draw.geometry import BackEdge, DrawnLayout, ForwardEdge, Rect, Size
 from dataflow.draw.layout import arrange
 from dataflow.draw.levels import spread
 from dataflow.draw.ordering import acyclic, crossings, layers_of, order
@@ -69,9 +69,9 @@ class Evaluate(Sink):
     pass
 
 
-def data(graph: nx.MultiDiGraph, tail: str, head: str, lane: str, *added: str) -> None:
+def data(graph: nx.MultiDiGraph, tail: str, head: str, stream: str, *added: str) -> None:
     columns = {name: pa.float64() for name in ("prompt", *added)}
-    graph.add_edge(tail, head, key=lane, plane="data", lane=lane, columns=columns, added=added)
+    graph.add_edge(tail, head, key=stream, plane="data", stream=stream, columns=columns, added=added)
 
 
 def weights(graph: nx.MultiDiGraph, tail: str, head: str, model: Model, max_staleness: int) -> None:
@@ -95,9 +95,9 @@ def aipo_with_evaluation() -> nx.MultiDiGraph:
         Train(model, partial(max, default=4.0), name="trainer"),
         Evaluate(name="evaluate"),
     )
-    for lane in ("prompts", "held_out"):
-        data(graph, lane, "generator", lane, "prompt", "group_id")
-        data(graph, "generator", "reward", lane, "completion", "tokens", "logprobs", "versions", "mask")
+    for stream in ("prompts", "held_out"):
+        data(graph, stream, "generator", stream, "prompt", "group_id")
+        data(graph, "generator", "reward", stream, "completion", "tokens", "logprobs", "versions", "mask")
     data(graph, "reward", "advantage", "prompts", "reward")
     data(graph, "reward", "evaluate", "held_out", "reward")
     data(graph, "advantage", "trainer", "prompts", "advantage")
@@ -114,7 +114,7 @@ def texts(svg: str, kind: str = "") -> list[str]:
 
 
 @st.composite
-def drawings(draw_from: st.DrawFn) -> tuple[dict[str, Size], list[Link], list[Back]]:
+def drawings(draw_from: st.DrawFn) -> tuple[dict[str, Size], list[ForwardEdge], list[BackEdge]]:
     count = draw_from(st.integers(1, 14))
     length = st.floats(20, 160)
     sizes = {
@@ -128,9 +128,9 @@ def drawings(draw_from: st.DrawFn) -> tuple[dict[str, Size], list[Link], list[Ba
     }
     pairs = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.integers(0, 2))
     chosen = draw_from(st.lists(pairs, max_size=24, unique=True))
-    links = [Link(tail=f"n{a}", head=f"n{b}", lane=lane) for a, b, lane in chosen if a < b]
+    links = [ForwardEdge(tail=f"n{a}", head=f"n{b}", stream=stream) for a, b, stream in chosen if a < b]
     chosen = draw_from(st.lists(pairs, max_size=3, unique_by=lambda pair: pair[:2]))
-    backs = [Back(tail=f"n{a}", head=f"n{b}", label_width=90) for a, b, _ in chosen if a > b]
+    backs = [BackEdge(tail=f"n{a}", head=f"n{b}", label_width=90) for a, b, _ in chosen if a > b]
     return sizes, links, backs
 
 
@@ -145,7 +145,7 @@ def stretches(points: tuple[tuple[float, float], ...]) -> list[Rect]:
 @settings(max_examples=150)
 @given(drawings())
 def test_boxes_never_overlap_and_no_edge_runs_through_a_box(
-    drawing: tuple[dict[str, Size], list[Link], list[Back]],
+    drawing: tuple[dict[str, Size], list[ForwardEdge], list[BackEdge]],
 ) -> None:
     sizes, links, backs = drawing
     layout = arrange(sizes, links, backs)
@@ -160,7 +160,7 @@ def test_boxes_never_overlap_and_no_edge_runs_through_a_box(
 @settings(max_examples=60)
 @given(drawings())
 def test_every_link_flows_to_the_right_from_its_tail_to_its_head(
-    drawing: tuple[dict[str, Size], list[Link], list[Back]],
+    drawing: tuple[dict[str, Size], list[ForwardEdge], list[BackEdge]],
 ) -> None:
     sizes, links, backs = drawing
     layout = arrange(sizes, links, backs)
@@ -184,11 +184,11 @@ def on_border(rect: Rect, point: tuple[float, float]) -> bool:
     return rect.left < point[0] < rect.right and point[1] in (rect.top, rect.bottom)
 
 
-def chain_layout() -> Layout:
+def chain_layout() -> DrawnLayout:
     size = Size(width=80, height=40)
     names = ["a", "b", "c", "d"]
-    links = [Link(tail=tail, head=head) for tail, head in itertools.pairwise(names)]
-    return arrange(dict.fromkeys(names, size), links, [Back(tail="d", head="b")])
+    links = [ForwardEdge(tail=tail, head=head) for tail, head in itertools.pairwise(names)]
+    return arrange(dict.fromkeys(names, size), links, [BackEdge(tail="d", head="b")])
 
 
 def test_a_chain_is_one_straight_line() -> None:
@@ -200,8 +200,8 @@ def test_a_chain_is_one_straight_line() -> None:
 def test_parallel_back_edges_keep_apart() -> None:
     size = Size(width=80, height=40)
     names = ["a", "b", "c", "d"]
-    links = [Link(tail=tail, head=head) for tail, head in itertools.pairwise(names)]
-    backs = [Back(tail="d", head="a"), Back(tail="d", head="b"), Back(tail="c", head="a")]
+    links = [ForwardEdge(tail=tail, head=head) for tail, head in itertools.pairwise(names)]
+    backs = [BackEdge(tail="d", head="a"), BackEdge(tail="d", head="b"), BackEdge(tail="c", head="a")]
     layout = arrange(dict.fromkeys(names, size), links, backs)
     assert len({(route.label[1]) for route in layout.backs}) == 3
 
@@ -259,17 +259,17 @@ def test_svg_shows_operators_knobs_new_columns_and_staleness() -> None:
     assert texts(svg, "heading") == ["AIPO"]
 
 
-def test_lanes_are_told_apart_only_where_there_are_several() -> None:
-    assert 'class="link lane1"' in render_svg(aipo_with_evaluation())
+def test_streams_are_told_apart_only_where_there_are_several() -> None:
+    assert 'class="link stream1"' in render_svg(aipo_with_evaluation())
     graph = nx.MultiDiGraph()
     nodes(graph, Prompts(name="a"), Score(name="b"))
     data(graph, "a", "b", "a", "x")
     single = render_svg(graph)
-    assert 'class="link lane"' in single and texts(single, "legend") == []
+    assert 'class="link stream"' in single and texts(single, "legend") == []
 
 
 def test_frames_are_drawn_in_each_format_and_unknown_nodes_ignored(tmp_path: Path) -> None:
-    frames = [Frame("gpu 0-5", ("generator", "ghost")), Frame("cpu x1", ("prompts", "reward", "advantage"))]
+    frames = [DeviceFrame("gpu 0-5", ("generator", "ghost")), DeviceFrame("cpu x1", ("prompts", "reward", "advantage"))]
     graph = aipo_with_evaluation()
     svg = render_svg(graph, frames)
     root = ElementTree.fromstring(svg)
@@ -283,7 +283,7 @@ def test_frames_are_drawn_in_each_format_and_unknown_nodes_ignored(tmp_path: Pat
 
 def test_frames_say_their_hosts_on_a_line_of_their_own_and_those_of_one_place_have_one_colour(tmp_path: Path) -> None:
     where = {"generator": "hosts a and b", "prompts": "host a", "trainer": "hosts a and b"}
-    frames = [Frame(f"{name} · 2 GPUs", (name,), place) for name, place in where.items()]
+    frames = [DeviceFrame(f"{name} · 2 GPUs", (name,), place) for name, place in where.items()]
     graph = aipo_with_evaluation()
     root = ElementTree.fromstring(render_svg(graph, frames))
     framed = [group for group in root.iter(f"{SVG}g") if (group.get("class") or "").startswith("frame")]
@@ -302,7 +302,7 @@ def test_a_frame_is_as_wide_as_its_label() -> None:
     graph = nx.MultiDiGraph()
     nodes(graph, Score(name="s"))
     label = "a label much wider than the box s"
-    for frame in (Frame(label, ("s",)), Frame("s", ("s",), label)):
+    for frame in (DeviceFrame(label, ("s",)), DeviceFrame("s", ("s",), label)):
         rect = next(ElementTree.fromstring(render_svg(graph, [frame])).iter(f"{SVG}g")).find(f"{SVG}rect")
         assert rect is not None and float(rect.get("width", "0")) >= sans_width(label, 10)
 
@@ -408,7 +408,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_loads_nothing_and_knows_every_operator(tmp_path: Path) -> None:
-    frames = [Frame("gpu 0-5", ("generator",))]
+    frames = [DeviceFrame("gpu 0-5", ("generator",))]
     page = Page(draw(aipo_with_evaluation(), tmp_path / "g.html", frames).read_text())
     assert page.links == []
     facts = {fact["name"]: fact for fact in json.loads(page.texts["data"])}
@@ -456,7 +456,7 @@ def test_no_name_breaks_out_of_any_format(names: list[str], text: str) -> None:
     for tail, head in itertools.pairwise(names):
         data(graph, tail, head, names[0], text)
     weights(graph, names[-1], names[0], Model("m", name=text), 1)
-    frames = [Frame(text, (names[0],))]
+    frames = [DeviceFrame(text, (names[0],))]
     picture = read(graph, frames, text)
 
     svg = render_svg(graph, frames, text)

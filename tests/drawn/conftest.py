@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .outcome import Outcomes
+from .outcome import DrawnRuns
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +30,6 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def outcomes(heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(heads: Path, tmp_path_factory: pytest.TempPathFactory) -> DrawnRuns:
     """Runs graphs around that policy."""
-    return Outcomes(heads, tmp_path_factory.mktemp("runs"))
+    return DrawnRuns(heads, tmp_path_factory.mktemp("runs"))

@@ -17,7 +17,7 @@ from .draw import STEPS, Computes, Drawn
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunFigures:
     """Of the steps of a run."""
 
     losses: list[float]
@@ -30,7 +30,7 @@ class Outcome:
     """Empty where `dataflow verify` has nothing to say."""
 
     @classmethod
-    def of(cls, result: Result) -> Outcome:
+    def of(cls, result: Result) -> RunFigures:
         """Read from the run's folder."""
         steps = [line for line in result.metrics if "loss" in line]
         rollouts = []
@@ -46,18 +46,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Outcomes:
+class DrawnRuns:
     """Runs drawn graphs around one policy."""
 
     policy: Path
     runs: Path
-    one_rank: dict[Computes, Outcome] = field(default_factory=dict)
+    one_rank: dict[Computes, RunFigures] = field(default_factory=dict)
 
-    def drawn(self, drawn: Drawn) -> Outcome:
+    def drawn(self, drawn: Drawn) -> RunFigures:
         """Where it is drawn."""
         return self._run(drawn.graph(self.policy), **drawn.how())
 
-    def on_one_rank(self, computes: Computes) -> Outcome:
+    def on_one_rank(self, computes: Computes) -> RunFigures:
         """In one process; once for all draws that compute the same."""
         if computes not in self.one_rank:
             self.one_rank[computes] = self._run(Drawn(computes=computes).graph(self.policy), on=inline())
@@ -71,9 +71,9 @@ class Outcomes:
             return str(error)
         return ""
 
-    def _run(self, graph: object, **how: object) -> Outcome:
+    def _run(self, graph: object, **how: object) -> RunFigures:
         number = len(list(self.runs.iterdir()))
-        return Outcome.of(run(graph, steps=STEPS, seed=1, runs=self.runs / str(number), quiet=True, **how))  # type: ignore
+        return RunFigures.of(run(graph, steps=STEPS, seed=1, runs=self.runs / str(number), quiet=True, **how))  # type: ignore
 
 
 def listed(message: str) -> bool:

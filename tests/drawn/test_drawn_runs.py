@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from .draw import Computes, Drawn
-from .outcome import Outcome, Outcomes, listed
+from .outcome import DrawnRuns, RunFigures, listed
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(120)]
 
@@ -16,7 +16,7 @@ QUICK = (6, 9, 10, 15, 22, 25, 31, 42, 63, 67, 79, 80, 93, 108, 112, 125, 137, 1
 fewest processes."""
 
 
-def accepted(outcomes: Outcomes, number: int) -> Drawn:
+def accepted(outcomes: DrawnRuns, number: int) -> Drawn:
     """The first graph of a seed that is not refused; what is refused on the way stands in the page."""
     draw = Random(number)
     while why := outcomes.refusal(drawn := Drawn.of(draw)):
@@ -24,7 +24,7 @@ def accepted(outcomes: Outcomes, number: int) -> Drawn:
     return drawn
 
 
-def alike(found: Outcome, one: Outcome, tolerance: float = 1e-5) -> None:
+def alike(found: RunFigures, one: RunFigures, tolerance: float = 1e-5) -> None:
     """Two runs drew the same tokens of the same versions, and learned the same from them.
 
     Sums of ranks differ in their last bits, and eps of Adam is so large that this stays so."""
@@ -36,7 +36,7 @@ def alike(found: Outcome, one: Outcome, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(found.grad_norms, one.grad_norms, rtol=10 * tolerance, atol=tolerance)
 
 
-def as_good(found: Outcome, one: Outcome) -> None:
+def as_good(found: RunFigures, one: RunFigures) -> None:
     """Two runs drew the same prompts from the same versions, and what was said of the tokens is as near the truth."""
     assert not found.verdict
     versions = [
@@ -47,7 +47,7 @@ def as_good(found: Outcome, one: Outcome) -> None:
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in range(ALL)])
-def test_a_drawn_graph_learns_what_one_rank_learns(outcomes: Outcomes, number: int) -> None:
+def test_a_drawn_graph_learns_what_one_rank_learns(outcomes: DrawnRuns, number: int) -> None:
     """Where a weight lies between two steps of int8, the last bits of ranks decide, which moves logits by about 1e-4.
     Ranks that share out a row of inputs round their own parts of it (int8_dynamic), and sample from another model."""
     drawn = accepted(outcomes, number)
@@ -59,7 +59,7 @@ def test_a_drawn_graph_learns_what_one_rank_learns(outcomes: Outcomes, number: i
 
 
 def test_a_reference_that_has_no_version_yet_takes_its_turn_with_the_weights_it_was_read_with(
-    outcomes: Outcomes,
+    outcomes: DrawnRuns,
 ) -> None:
     drawn = Drawn(computes=Computes(has_reference=True, refreshed="average", every=2), shares=True)
     alike(outcomes.drawn(drawn), outcomes.on_one_rank(drawn.computes))
@@ -95,7 +95,7 @@ def kinds(drawn: Drawn) -> set[tuple[object, ...]]:
     return {*single, *met}
 
 
-def test_the_quick_draws_have_every_kind_of_rank(outcomes: Outcomes) -> None:
+def test_the_quick_draws_have_every_kind_of_rank(outcomes: DrawnRuns) -> None:
     found = set().union(*(kinds(accepted(outcomes, number)) for number in QUICK))
     for name, values in {
         "trainer_ranks": {1, 2, 4}, "trainer_parallel": {1, 2}, "trainer_replicas": {1, 2}, "parallel": {1, 2, 4},
@@ -111,18 +111,18 @@ def test_the_quick_draws_have_every_kind_of_rank(outcomes: Outcomes) -> None:
 
 
 @pytest.mark.slow
-def test_the_quick_draws_have_every_kind_that_any_draw_has(outcomes: Outcomes) -> None:
+def test_the_quick_draws_have_every_kind_that_any_draw_has(outcomes: DrawnRuns) -> None:
     found = {number: kinds(accepted(outcomes, number)) for number in range(ALL)}
     assert set().union(*(found[number] for number in QUICK)) == set().union(*found.values())
 
 
-def test_a_refusal_that_the_page_does_not_have_is_seen(outcomes: Outcomes) -> None:
+def test_a_refusal_that_the_page_does_not_have_is_seen(outcomes: DrawnRuns) -> None:
     refused = outcomes.refusal(Drawn(computes=Computes(), trainer_ranks=3, trainer_parallel=2))
     assert "which does not divide them" in refused and listed(refused)
     assert not listed("'trainer' is refused for a reason of its own; do another thing")
 
 
-def test_weights_that_do_not_arrive_are_seen(outcomes: Outcomes) -> None:
+def test_weights_that_do_not_arrive_are_seen(outcomes: DrawnRuns) -> None:
     """What the comparison is worth: a trainer that learns nothing draws other rollouts, or learns otherwise."""
     learned, stale = outcomes.on_one_rank(Computes()), outcomes.on_one_rank(Computes(lr=0.0))
     assert learned.losses[0] == stale.losses[0]

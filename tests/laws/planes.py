@@ -176,7 +176,7 @@ DATA_PLANE = (
     Law(
         "every wait has a deadline",
         "test_every_wait_has_a_deadline",
-        "dataflow:Link.close",
+        "dataflow:SchedulerLink.close",
         expression("self._thread.join()", "join", kind=ast.Call),
         "the deadline of a thread's end",
     ),
@@ -364,7 +364,7 @@ WEIGHT_PLANE = (
     Law(
         "an epoch: messages of another one count for nothing",
         "test_an_offer_of_another_epoch_counts_for_nothing",
-        "transport:Membership.receive",
+        "transport:GroupMember.receive",
         never("epoch", "!="),
         "the comparison of epochs",
     ),
@@ -396,7 +396,7 @@ WEIGHT_PLANE = (
     Law(
         "readers find a trainer that was started again elsewhere",
         "test_readers_find_a_trainer_that_was_started_again_elsewhere",
-        "transport.weights.sharded:Line.follow",
+        "transport.weights.sharded:MemberSocket.follow",
         never("_seek"),
         "the look at where it is",
     ),

@@ -74,7 +74,7 @@ SCHEDULER = (
     Law(
         "a worker watches its parent",
         "test_a_worker_learns_it_also_when_the_scheduler_falls_silent_later",
-        "dataflow.worker:Link._serve",
+        "dataflow.worker:SchedulerLink._serve",
         never("_patience_s"),
         "the patience",
     ),
@@ -123,7 +123,7 @@ SCHEDULER = (
     Law(
         "every worker heartbeats",
         "test_a_worker_that_computes_for_long_still_sends_heartbeats",
-        "dataflow.worker:Link._serve",
+        "dataflow.worker:SchedulerLink._serve",
         without("send", "_heartbeat"),
         "the heartbeat",
     ),
@@ -412,7 +412,7 @@ LEDGER = (
     Law(
         "a write is made once, though the service fell after it",
         "test_a_write_that_was_made_before_the_service_fell_is_not_made_by_the_next_one",
-        "dataflow.folder.ledger:Numbered.run",
+        "dataflow.folder.ledger:NumberedWrite.run",
         without("_ANSWERED"),
         "its number, in the same transaction",
     ),

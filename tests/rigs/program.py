@@ -89,19 +89,19 @@ def ranks(folder: Path) -> Graph:
         import torch.distributed as dist
 
         from operators.training.learner.learner import Learner
-        from transport.weights.sharded.transfer import Exchange
+        from transport.weights.sharded.transfer import GroupExchange
 
-        micro, send = Learner.micro, Exchange._send
+        micro, send = Learner.micro, GroupExchange._send
 
         def slow_micro(self: Learner, part: object) -> None:
             time.sleep(0.4 * dist.get_rank())
             micro(self, part)  # type: ignore[arg-type]
 
-        def slow_send(self: Exchange, *arguments: object) -> object:
+        def slow_send(self: GroupExchange, *arguments: object) -> object:
             time.sleep(0.4)
             return send(self, *arguments)  # type: ignore[arg-type]
 
-        Learner.micro, Exchange._send = slow_micro, slow_send  # type: ignore[method-assign,assignment]
+        Learner.micro, GroupExchange._send = slow_micro, slow_send  # type: ignore[method-assign,assignment]
 
     worker.preload = dawdle
     return tiny_graph(Path(sys.argv[3]), max_tokens=8, generator_knobs={"tensor_parallel": 2})

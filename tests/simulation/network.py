@@ -210,7 +210,7 @@ class SimulatedConnection:
         process.on_death.append(self.close)
         network.clock.after(network.delay_s(), self._connect)
 
-    def pack(self, batch: pa.RecordBatch, encoder: frames.Encoder, size_bytes: int) -> Packed:
+    def pack(self, batch: pa.RecordBatch, encoder: frames.BatchEncoder, size_bytes: int) -> Packed:
         """The batch itself: it is immutable."""
         return Packed(content=batch, size_bytes=size_bytes, checksum=0)
 

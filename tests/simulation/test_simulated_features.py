@@ -9,15 +9,15 @@ import pytest
 
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.snapshot import Snapshot
+from dataflow.folder.snapshot import SnapshotFile
 from dataflow.rules.admission import Admission
 from dataflow.scheduler import addresses, failover, hosting, recovery, scaling
-from dataflow.scheduler.events import HostJoined, Process, Send
+from dataflow.scheduler.events import HostJoined, KeptProcess, Send
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scheduler.swaps.state import Swaps
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker import ports
-from dataflow.worker.host import Host
+from dataflow.worker.host import NodeLoops
 from dataflow.worker.messages import SenderEnded
 from operators.evaluate import EvaluateRuntime
 from operators.sources.prompt_runtime import PromptRuntime
@@ -236,12 +236,12 @@ def a_successor_counts_attempts_from_the_start(patch: Patch) -> None:
 
 
 def decisions_are_written_once_only(patch: Patch) -> None:
-    write = Snapshot.write
-    patch.setattr(Snapshot, "write", lambda self: None if self._written else write(self))
+    write = SnapshotFile.write
+    patch.setattr(SnapshotFile, "write", lambda self: None if self._written else write(self))
 
 
 def taken_for(patch: Patch, life: Life) -> None:
-    def adopted(table: Table, record: WorkerRecord, process: Process | None, now: float) -> Any:
+    def adopted(table: Table, record: WorkerRecord, process: KeptProcess | None, now: float) -> Any:
         record.life = life
         return adopt(table, record, process, now)
 
@@ -310,7 +310,7 @@ def groups_wait_for_those_that_they_travelled_with(patch: Patch) -> None:
 
 
 def what_was_swapped_in_is_not_put_down(patch: Patch) -> None:
-    patch.setattr(Host, "record_swaps", lambda self: None)
+    patch.setattr(NodeLoops, "record_swaps", lambda self: None)
 
 
 def a_successor_knows_of_no_swap(patch: Patch) -> None:

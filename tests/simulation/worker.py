@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataflow.runtime import Context
-from dataflow.worker.host import Host, Settings
+from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.messages import (
     TO_SCHEDULER,
     Bye,
@@ -85,7 +85,7 @@ class TouchingFolder(Touching):
 class Hearing(Worker):
     """The product's worker as far as it hears messages and answers them; when it takes turns is the world's to say."""
 
-    def __init__(self, host: Host, ports: Ports, link: Any, attempt: int) -> None:
+    def __init__(self, host: NodeLoops, ports: Ports, link: Any, attempt: int) -> None:
         self._host, self._ports, self._link, self._attempt = host, ports, link, attempt
         self._early: list[ToWorker] = []
         self._retiring: list[RetireReceivers] = []
@@ -105,7 +105,7 @@ class Hearing(Worker):
         self._part()
 
 
-class SimulatedHost(Host):
+class SimulatedHost(NodeLoops):
     """The host, with a virtual clock, a probe in place of the log, and crashes around ledger and folder."""
 
     def __init__(self, *values: Any, process: Process, probe: Probe, **named: Any) -> None:
@@ -253,7 +253,7 @@ class SimulatedWorker:
         self._messages.append(message)
         self.process.wake()
 
-    # As dataflow.worker.link.Link
+    # As dataflow.worker.link.SchedulerLink
 
     def messages(self) -> list[ToWorker]:
         """What was sent since the last call."""

@@ -270,7 +270,7 @@ class World:
     def _take_up(self) -> resume.Begun:
         """What `dataflow.run.run` does before it starts a run again."""
         self.say("scheduler", "takes the run up")
-        recorded = resume.Recorded.read(self.folder)
+        recorded = resume.RecordedRun.read(self.folder)
         begun = resume.take_up(self.folder, self.graph, recorded, self.shape.steps)
         self.chair.point()
         resumed = [*recorded.config.get("resumed", []), {"from": begun.steps}]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import zmq
 
-from transport.data.frames import Encoder
+from transport.data.frames import BatchEncoder
 from transport.data.messages import Data, Message
 
 
@@ -109,7 +109,7 @@ class Connection(Protocol):
     sockets: Sequence[zmq.Socket[bytes]]
     """What a poller may watch; the first carries the messages."""
 
-    def pack(self, batch: pa.RecordBatch, encoder: Encoder, size_bytes: int) -> Packed:
+    def pack(self, batch: pa.RecordBatch, encoder: BatchEncoder, size_bytes: int) -> Packed:
         """What travels for a batch; the same may go over several connections, and more than once."""
 
     def put(self, message: Message, payload: Any = None) -> bool:

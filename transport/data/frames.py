@@ -34,7 +34,7 @@ def decode_schema(data: bytes) -> pa.Schema:
         raise FrameError(f"a schema cannot be read; {error}; run the same version on both sides") from error
 
 
-class Encoder:
+class BatchEncoder:
     """Makes the body frames of one schema."""
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -109,7 +109,7 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
         if any(is_compressed(message.metadata) for message in pa.ipc.MessageReader.open_stream(buffer)):
             raise FrameError(
                 f"batch {header.sequence} of '{header.sender}' is compressed; got {buffer.size} bytes that would take "
-                f"an unknown number; send what Encoder makes of a record batch"
+                f"an unknown number; send what BatchEncoder makes of a record batch"
             )
         reader = pa.ipc.open_stream(buffer)
         check_schema(reader.schema, schema, edge=header.edge)
@@ -119,7 +119,7 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
     except _UNREADABLE as error:
         raise FrameError(
             f"batch {header.sequence} of '{header.sender}' is no Arrow stream; {error}; "
-            f"send what Encoder makes of a record batch"
+            f"send what BatchEncoder makes of a record batch"
         ) from error
     check_batch(batch, header)
     return batch

@@ -93,7 +93,7 @@ class LocalOutlet:
     def __init__(self, inlet: LocalInlet, *, most_rows: int | None = None) -> None:
         """most_rows: that may be unacknowledged; a larger batch travels alone."""
         self._inlet, self._most_rows = inlet, most_rows
-        self._encoder = frames.Encoder(inlet.schema)
+        self._encoder = frames.BatchEncoder(inlet.schema)
 
     @property
     def unacknowledged(self) -> int:

@@ -4,7 +4,7 @@ from transport.data.channel import Connection, ConnectionEvent
 from transport.data.credit import Credit, check_fits
 from transport.data.messages import Ack, Refusal, Welcome
 from transport.data.outbox import Outbox
-from transport.errors import Refused
+from transport.errors import SenderRefused
 
 
 class ReceiverPeer:
@@ -35,7 +35,7 @@ class ReceiverPeer:
         self.away_since = now if self.away_since is None else self.away_since
 
     def poll(self, now: float) -> int:
-        """Handle what came back, and send what is due; how many messages were none. Raises Refused."""
+        """Handle what came back, and send what is due; how many messages were none. Raises SenderRefused."""
         strange = 0
         while (event := self.connection.get()) is not None:
             strange += not self._handle(event, now)
@@ -86,7 +86,7 @@ class ReceiverPeer:
             case ConnectionEvent.FAILED:
                 self.failures += 1
             case ConnectionEvent.REJECTED:
-                raise Refused(
+                raise SenderRefused(
                     f"'{self._sender}' may not send on edge '{self._edge}'; {self.address} does not "
                     f"accept its key; give both sides the keys of this run"
                 )
@@ -96,7 +96,7 @@ class ReceiverPeer:
             case Ack() if event.edge == self._edge:
                 self._greet = self.outbox.ack(event) or self._greet
             case Refusal() if event.edge == self._edge:
-                raise Refused(event.reason)
+                raise SenderRefused(event.reason)
             case _:
                 return False
         return True

@@ -57,7 +57,7 @@ class Sender:
         self.edge, self.sender_id, self.epoch, self.schema = edge, sender_id, epoch, schema
         self._peer_timeout_s, self._clock, self._most_rows = peer_timeout_s, clock, most_rows
         self._network = network or SocketNetwork()
-        self._encoder, self._encoded = frames.Encoder(schema), frames.encode_schema(schema)
+        self._encoder, self._encoded = frames.BatchEncoder(schema), frames.encode_schema(schema)
         self._peers: list[ReceiverPeer] = []
         self._stopped_at: dict[str, int] = {}
         """By address, the number of the next batch for a receiver that left."""

@@ -75,7 +75,7 @@ class SocketConnection:
         self._socket.connect(address)
         self.sockets: Sequence[zmq.Socket[bytes]] = (self._socket, self._monitor)
 
-    def pack(self, batch: pa.RecordBatch, encoder: frames.Encoder, size_bytes: int) -> Packed:
+    def pack(self, batch: pa.RecordBatch, encoder: frames.BatchEncoder, size_bytes: int) -> Packed:
         """The encoded batch, in memory that ZeroMQ owns or, for a large one, borrows."""
         body = encoder.encode(batch, size_bytes)
         content = zmq.Frame(body, copy=size_bytes < _COPY_BELOW_BYTES)

@@ -15,12 +15,12 @@ from transport.weights.errors import (
     WeightError,
 )
 from transport.weights.layout.flat import FlatLayout, TensorSpec
-from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.layout.plan import CopyPlan
 from transport.weights.layout.reshard import reshard
 from transport.weights.layout.shards import Mesh, Shards
 from transport.weights.protocol.messages import Note, Offer
-from transport.weights.protocol.pace import Deadlines, Pace
+from transport.weights.protocol.pace import Deadlines, Timing
 from transport.weights.protocol.roster import ReaderStatus
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ __all__ = [
     "CudaIpc",
     "Deadlines",
     "FlatLayout",
-    "Held",
     "Hub",
     "Layout",
     "LayoutMismatch",
@@ -47,14 +46,15 @@ __all__ = [
     "MessageError",
     "Note",
     "Offer",
-    "Pace",
     "ReaderStatus",
     "SegmentError",
     "ShardedReader",
     "ShardedWriter",
     "Shards",
     "SharedMemory",
+    "TensorLayout",
     "TensorSpec",
+    "Timing",
     "WeightError",
     "WeightReader",
     "WeightWriter",

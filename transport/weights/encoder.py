@@ -19,7 +19,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
-class Job:
+class QuantizeJob:
     """A tensor to be quantized."""
 
     names: tuple[str, ...]
@@ -31,7 +31,7 @@ class Job:
     """The dtype it is cast to first."""
 
     @classmethod
-    def of(cls, names: tuple[str, ...], full: torch.Tensor, encoding: Encoding) -> Job:
+    def of(cls, names: tuple[str, ...], full: torch.Tensor, encoding: Encoding) -> QuantizeJob:
         """Takes the memory of its values and scales, on the device of the full tensor."""
         assert encoding.quantized is not None, "the encoding quantizes it"
         form = QUANTIZED[encoding.quantized]
@@ -48,7 +48,7 @@ class Job:
 class BaseEncoder:
     """Encodes versions by the jobs that it is made with, into their memory."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[QuantizeJob]) -> None:
         self._jobs = jobs
 
     def encode(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -83,15 +83,15 @@ class Encoder(BaseEncoder):
 
 def jobs_of(
     encoding: Encoding, names: Collection[str], aliases: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
-) -> list[Job]:
+) -> list[QuantizeJob]:
     """What is to be quantized of `tensors`, where tensors of these names travel."""
     return [
-        Job.of((name, *(alias for alias, of in aliases.items() if of == name)), tensors[name], encoding)
+        QuantizeJob.of((name, *(alias for alias, of in aliases.items() if of == name)), tensors[name], encoding)
         for name in names if name + SCALE in names
     ]  # fmt: skip
 
 
-def _taken(job: Job, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def _taken(job: QuantizeJob, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """What a job is to quantize, which leaves `tensors` under all of its names."""
     found = [tensors.pop(name) for name in job.names if name in tensors]
     shape = list(found[0].shape) if found else "no such tensor"

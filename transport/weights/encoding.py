@@ -9,7 +9,7 @@ from typing import Any
 
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.flat import FLOATING, FlatLayout
-from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.layout import Layout, TensorLayout
 
 SCALE = ":scale"
 """Behind a tensor's name: that of its scales, float32 [..., rows, 1]."""
@@ -82,7 +82,7 @@ class Encoding:
 
         LayoutMismatch as `flat_layout`, and where a tensor to be quantized lies in one of another name."""
         chosen = self._chosen((held.name, held.shape, held.dtype) for held in full.tensors.values())
-        tensors: dict[str, Held] = {}
+        tensors: dict[str, TensorLayout] = {}
         for name, held in full.tensors.items():
             if name not in chosen:
                 tensors[name] = replace(held, dtype=self.travels_as(held.dtype))
@@ -94,7 +94,7 @@ class Encoding:
                 )
             tensors[name] = replace(held, dtype=chosen[name].dtype)
             scale = name + SCALE
-            tensors[scale] = Held(
+            tensors[scale] = TensorLayout(
                 name=scale, shape=(*held.shape[:-1], 1), dtype="float32", shards=held.shards.of_rows(), into=scale
             )
         return replace(full, tensors=tensors)

@@ -18,7 +18,7 @@ from transport.weights.memory.attached import Attached, Mapped
 from transport.weights.memory.ports import Site
 from transport.weights.memory.verification import NAP_S, Verification, follows
 from transport.weights.protocol.messages import Note, Offer
-from transport.weights.protocol.pace import Pace
+from transport.weights.protocol.pace import Timing
 from transport.weights.protocol.segments import SegmentReader
 from transport.weights.protocol.verified import VerifiedOffer
 
@@ -43,7 +43,7 @@ class WeightReader:
     def __init__(
         self, address: str | Site, name: str, *, adopt: Literal["view", "copy"] = "view",
         on_damage: Literal["raise", "keep"] = "raise", verify_bytes_per_poll: int | None = None, threads: int = 1,
-        pace: Pace | None = None, clock: Callable[[], float] = time.monotonic, attempt: int = 0,
+        pace: Timing | None = None, clock: Callable[[], float] = time.monotonic, attempt: int = 0,
     ) -> None:  # fmt: skip
         """`name` is unique among the writer's live readers; a newcomer of the same name replaces the older.
         `attempt`: the scheduler's, at this process; a reader of an earlier one never takes the name back.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from transport.weights.encoder import BaseEncoder, Job, jobs_of, magnitudes
+from transport.weights.encoder import BaseEncoder, QuantizeJob, jobs_of, magnitudes
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.layout import Layout, TensorLayout
 
 Agree = Callable[[torch.Tensor], object]
 """Replaces numbers, int32[n], by the largest that any rank has at their places; all ranks call it together."""
@@ -23,7 +23,7 @@ Box = tuple[slice, ...]
 class _CutRows:
     """Rows of which this rank holds parts."""
 
-    job: Job
+    job: QuantizeJob
     first: int
     """Where the rows of the full tensor begin among all that are agreed on."""
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class ShardEncoder(BaseEncoder):
             job.quantize(numbers, job.scale if cut else None)
 
 
-def _boxes(scale: Held, rank: int) -> tuple[tuple[Box, Box], ...]:
+def _boxes(scale: TensorLayout, rank: int) -> tuple[tuple[Box, Box], ...]:
     """A rank's rows, in the full tensor and in its own.
 
     LayoutMismatch where a row of its own is none of the full one's, or made of parts of several."""

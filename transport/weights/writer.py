@@ -17,7 +17,7 @@ from transport.weights.layout.flat import FlatLayout
 from transport.weights.memory import buffers
 from transport.weights.memory.ports import Site, WriterSegment
 from transport.weights.protocol.messages import Note
-from transport.weights.protocol.pace import Pace
+from transport.weights.protocol.pace import Timing
 from transport.weights.protocol.roster import Outgoing, ReaderStatus
 from transport.weights.protocol.segments import SegmentOffers
 
@@ -32,7 +32,7 @@ class WeightWriter:
 
     def __init__(
         self, layout: FlatLayout, address: str | Site, *, wait_s: float = 0.0,
-        checksum: Literal["buffer", "tensors"] = "buffer", threads: int = 1, pace: Pace | None = None,
+        checksum: Literal["buffer", "tensors"] = "buffer", threads: int = 1, pace: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`address`: ipc:///folder/name.sock or tcp://127.0.0.1:port, or a `Hub` in one process.

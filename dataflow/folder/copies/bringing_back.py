@@ -8,7 +8,7 @@ from typing import Any
 from dataflow.errors import RunError
 from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.copies.address import Address, CopyError, checked
-from dataflow.folder.copies.finding import Found
+from dataflow.folder.copies.finding import FoundCopy
 from dataflow.folder.copies.parts import CONFIG, Copies, part_name
 from dataflow.folder.copies.store import LEDGER, Store, name_of
 from dataflow.folder.copies.taking import ANSWER_S, ask
@@ -30,7 +30,7 @@ def bring_back(
     writes at the address for this run from then on. A crash on the way leaves no run folder.
     Errors: GraphError; RunError where there is no whole copy, or the folder is there already.
     """
-    found = Found(**ask("find", checked(text), 3 * ANSWER_S, text=checked(text)))
+    found = FoundCopy(**ask("find", checked(text), 3 * ANSWER_S, text=checked(text)))
     place, run = Address.of(found.place), found.run
     path = Path(runs).absolute() / run
     if path.exists():
@@ -64,7 +64,7 @@ def bring_checkpoint(
 ) -> int | None:
     """Put the newest undamaged copy of a trainer's checkpoint into the folder of its run, which has the ledger; its
     step. None where none of a step above `above`, and not above `upto`, is there. Errors: GraphError; RunError."""
-    found = Found(**ask("find", copies.place, 3 * ANSWER_S, text=copies.place))
+    found = FoundCopy(**ask("find", copies.place, 3 * ANSWER_S, text=copies.place))
     steps = [step for step in found.steps.get(trainer, ()) if above < step <= upto]
     if not steps:
         return None

@@ -25,7 +25,7 @@ MOST_AGAIN_S = 30.0
 
 
 @dataclass
-class Waiting:
+class CopyQueue:
     """Steps that are to be copied: all of those that stay, the newest of the others."""
 
     staying: set[int] = field(default_factory=set)
@@ -65,7 +65,7 @@ class _Stopped(Exception):
     """In the midst of a copy."""
 
 
-class Copier:
+class CheckpointCopier:
     """The copies of one trainer.
 
     consumes: steps of committed checkpoints, by `add`
@@ -85,7 +85,7 @@ class Copier:
         self._copies, self._trainer, self._folder, self._pack = copies, trainer, folder, pack
         self._log, self._node, self._open, self._clock = log, node, open_address, clock
         self._again_s, self._told_s, self._fails = again_s, told_s, 0
-        self._waiting, self._changed = Waiting(), threading.Condition()
+        self._waiting, self._changed = CopyQueue(), threading.Condition()
         self._stops, self._told = False, float("-inf")
         self._last: int | None = None
         self._thread: threading.Thread | None = None

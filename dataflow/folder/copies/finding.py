@@ -11,7 +11,7 @@ from dataflow.folder.copies.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundCopy:
     """What a run can go on from."""
 
     place: str
@@ -40,7 +40,7 @@ def choose(whole: Mapping[int, Mapping[str, Sequence[int]]]) -> int:
     return 0
 
 
-def find(text: str) -> Found:
+def find(text: str) -> FoundCopy:
     """text: address of a run, or of a place with one run. Errors: GraphError; RunError where there is no whole copy, or
     several runs are; CopyError."""
     place, name = _run_at(Address.of(text))
@@ -55,7 +55,7 @@ def find(text: str) -> Found:
             f"there is no whole checkpoint at '{run.text}', but {newest or 'no'} parts; give the address that the run "
             f"printed, or start a new run"
         )
-    return Found(place=place.text, run=name, part=chosen, newest=newest, steps=whole[chosen])
+    return FoundCopy(place=place.text, run=name, part=chosen, newest=newest, steps=whole[chosen])
 
 
 def _run_at(address: Address) -> tuple[Address, str]:

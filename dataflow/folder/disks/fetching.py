@@ -13,7 +13,7 @@ from dataflow.folder.disks.messages import (
     TO_FILES,
     Answer,
     CannotRead,
-    Chunk,
+    FileChunk,
     Listed,
     ListFiles,
     Question,
@@ -121,11 +121,11 @@ def fetch(peer: Peer, path: str, into: Path) -> int:
     return into.stat().st_size
 
 
-def _chunk(peer: Peer, path: str, offset: int) -> Chunk:
+def _chunk(peer: Peer, path: str, offset: int) -> FileChunk:
     found = peer.ask(ReadFile(path, offset))
     if isinstance(found, CannotRead):
         raise RunFolderError(found.why)
-    assert isinstance(found, Chunk), "the answer to that"
+    assert isinstance(found, FileChunk), "the answer to that"
     if xxhash.xxh3_64_hexdigest(found.data) != found.checksum:
         raise RunFolderError(f"'{path}' was damaged on its way from another host; look at its memory and network")
     return found

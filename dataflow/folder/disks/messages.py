@@ -38,7 +38,7 @@ class Listed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class FileChunk:
     """What stands there from the offset on."""
 
     data: bytes
@@ -62,9 +62,9 @@ class Answered:
     """To the question with this ticket."""
 
     ticket: Natural
-    what: Listed | Chunk | CannotRead
+    what: Listed | FileChunk | CannotRead
 
 
-Answer: TypeAlias = Listed | Chunk | CannotRead
+Answer: TypeAlias = Listed | FileChunk | CannotRead
 TO_FILES: Codec[Question] = Codec("dataflow.to-files", 1, Question)
 FROM_FILES: Codec[Answered] = Codec("dataflow.from-files", 1, Answered)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xxhash
 
-from dataflow.folder.disks.messages import Answer, CannotRead, Chunk, Listed, ListFiles, ReadFile
+from dataflow.folder.disks.messages import Answer, CannotRead, FileChunk, Listed, ListFiles, ReadFile
 
 CHUNK_BYTES = 4 << 20
 GIVEN = ("checkpoints", "logs", "metrics.jsonl", "rollouts")
@@ -35,12 +35,12 @@ def _files(folder: Path, path: Path) -> dict[str, int]:
     }
 
 
-def _chunk(path: Path, offset: int) -> Chunk:
+def _chunk(path: Path, offset: int) -> FileChunk:
     with path.open("rb") as file:
         facts = os.fstat(file.fileno())  # another file may stand there by now
         file.seek(offset)
         data = file.read(CHUNK_BYTES)
-    return Chunk(
+    return FileChunk(
         data=data, size=facts.st_size, stamp=f"{facts.st_ino}/{facts.st_mtime_ns}/{facts.st_size}",
         checksum=xxhash.xxh3_64_hexdigest(data),
     )  # fmt: skip

@@ -2,7 +2,17 @@
 
 from dataflow.folder.ledger.base import BaseLedger
 from dataflow.folder.ledger.ledger import Ledger
-from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
+from dataflow.folder.ledger.reads import Fate, InFlight, MadeStep, OutcomeCounts, PlannedStep
 from dataflow.folder.ledger.schema import STATES, LedgerError
 
-__all__ = ["STATES", "BaseLedger", "Counts", "Fate", "InFlight", "Ledger", "LedgerError", "MadeStep", "PlannedStep"]
+__all__ = [
+    "STATES",
+    "BaseLedger",
+    "Fate",
+    "InFlight",
+    "Ledger",
+    "LedgerError",
+    "MadeStep",
+    "OutcomeCounts",
+    "PlannedStep",
+]

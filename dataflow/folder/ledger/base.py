@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from dataflow.folder.ledger import calls, questions, upkeep
-from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
+from dataflow.folder.ledger.reads import Fate, InFlight, MadeStep, OutcomeCounts, PlannedStep
 from dataflow.folder.ledger.schema import LedgerError
 from dataflow.folder.placing import Placing
 from dataflow.system.files import to_json
@@ -34,7 +34,7 @@ class BaseLedger(ABC):
         self._owner = os.getpid()
 
     @abstractmethod
-    def do(self, call: calls.Call[T]) -> T:
+    def do(self, call: calls.LedgerCall[T]) -> T:
         """Have it done, all or nothing."""
 
     def _post(self, call: calls.Write) -> None:
@@ -140,7 +140,7 @@ class BaseLedger(ABC):
 
     def steps(self, node: str, after: int = 0, upto: int | None = None) -> list[MadeStep]:
         """The committed steps of `node` above `after` and not above `upto`, with what each consumed, ascending."""
-        return self.do(questions.Steps(node, after, upto))
+        return self.do(questions.ListSteps(node, after, upto))
 
     def drops_at(self, node: str, step: int) -> dict[int, str]:
         """Groups that `node` gave up for a step, and why; drops of the next one may be known before it is made."""
@@ -164,7 +164,7 @@ class BaseLedger(ABC):
 
     def check(self) -> None:
         """Read the whole database. Errors: LedgerError when it is damaged."""
-        if found := self.do(questions.Check()):
+        if found := self.do(questions.IntegrityCheck()):
             raise LedgerError(f"ledger '{self.path}' is damaged: {'; '.join(found)}; take it from a backup")
 
     def in_flight(self, source: str, node: str | None = None, among: Iterable[int] | None = None) -> list[InFlight]:
@@ -174,7 +174,7 @@ class BaseLedger(ABC):
         """
         return self.do(questions.ListInFlight(source, node, None if among is None else _numbers(among)))
 
-    def counts(self, node: str) -> Counts:
+    def counts(self, node: str) -> OutcomeCounts:
         """What became of the groups of the sources that `node` consumes, counted from the rows."""
         return self.do(questions.Count(node))
 

@@ -34,7 +34,7 @@ class Value:
     value: Any
 
 
-class Call(ABC, Generic[T]):
+class LedgerCall(ABC, Generic[T]):
     """One call of a ledger, all or nothing."""
 
     writes: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class Call(ABC, Generic[T]):
         """Do it, in a transaction that the caller has begun. now: seconds since 1970. Errors: LedgerError."""
 
 
-class Write(Call[None]):
+class Write(LedgerCall[None]):
     """One that changes the ledger, and has no answer but that it is done."""
 
     writes = True

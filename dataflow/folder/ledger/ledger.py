@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dataflow.folder.ledger.base import BaseLedger
-from dataflow.folder.ledger.calls import Call, register
+from dataflow.folder.ledger.calls import LedgerCall, register
 from dataflow.folder.ledger.copying import pack
 from dataflow.folder.ledger.schema import (
     LedgerError,
@@ -66,7 +66,7 @@ class Ledger(BaseLedger):
             check_schema(db, path)
         return cls(db, path, clock)
 
-    def do(self, call: Call[T]) -> T:
+    def do(self, call: LedgerCall[T]) -> T:
         """As the base has it."""
         self._check_owner()
         with (transaction if call.writes else snapshot)(self._db, self.path, call.said):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from dataflow.folder.ledger import places, reads
-from dataflow.folder.ledger.calls import Call, Value, last_step, next_group_id
-from dataflow.folder.ledger.reads import Counts, Fate, InFlight, MadeStep, PlannedStep
+from dataflow.folder.ledger.calls import LedgerCall, Value, last_step, next_group_id
+from dataflow.folder.ledger.reads import Fate, InFlight, MadeStep, OutcomeCounts, PlannedStep
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Made:
+class StepsMade:
     """An answer: steps that were made."""
 
     value: list[MadeStep]
@@ -42,14 +42,14 @@ class Fates:
 class Counted:
     """An answer: what became of a sink's groups."""
 
-    value: Counts
+    value: OutcomeCounts
 
 
-Result: TypeAlias = Value | Groups | Planned | Made | Fates | Counted
+Result: TypeAlias = Value | Groups | Planned | StepsMade | Fates | Counted
 
 
 @dataclass(frozen=True)
-class ReadFacts(Call[dict[str, Any]]):
+class ReadFacts(LedgerCall[dict[str, Any]]):
     """As `BaseLedger.facts`."""
 
     doing = "read what the run is"
@@ -60,7 +60,7 @@ class ReadFacts(Call[dict[str, Any]]):
 
 
 @dataclass(frozen=True)
-class ReplayPlan(Call[list[PlannedStep]]):
+class ReplayPlan(LedgerCall[list[PlannedStep]]):
     """As `BaseLedger.replay_plan`."""
 
     node: str
@@ -74,7 +74,7 @@ class ReplayPlan(Call[list[PlannedStep]]):
 
 
 @dataclass(frozen=True)
-class NextGroupId(Call[int]):
+class NextGroupId(LedgerCall[int]):
     """As `BaseLedger.next_group_id`."""
 
     source: str
@@ -87,7 +87,7 @@ class NextGroupId(Call[int]):
 
 
 @dataclass(frozen=True)
-class LastStep(Call[int]):
+class LastStep(LedgerCall[int]):
     """As `BaseLedger.last_step`."""
 
     node: str
@@ -100,14 +100,14 @@ class LastStep(Call[int]):
 
 
 @dataclass(frozen=True)
-class Steps(Call[list[MadeStep]]):
+class ListSteps(LedgerCall[list[MadeStep]]):
     """As `BaseLedger.steps`."""
 
     node: str
     after: int
     upto: int | None
 
-    travels_as = Made
+    travels_as = StepsMade
     doing = "list the steps"
 
     def run(self, db: sqlite3.Connection, now: float) -> list[MadeStep]:
@@ -116,7 +116,7 @@ class Steps(Call[list[MadeStep]]):
 
 
 @dataclass(frozen=True)
-class DropsAt(Call[dict[int, str]]):
+class DropsAt(LedgerCall[dict[int, str]]):
     """As `BaseLedger.drops_at`."""
 
     node: str
@@ -130,7 +130,7 @@ class DropsAt(Call[dict[int, str]]):
 
 
 @dataclass(frozen=True)
-class LastRound(Call[int | None]):
+class LastRound(LedgerCall[int | None]):
     """As `BaseLedger.last_round`."""
 
     node: str
@@ -143,7 +143,7 @@ class LastRound(Call[int | None]):
 
 
 @dataclass(frozen=True)
-class IsJudged(Call[bool]):
+class IsJudged(LedgerCall[bool]):
     """As `BaseLedger.is_judged`."""
 
     source: str
@@ -157,7 +157,7 @@ class IsJudged(Call[bool]):
 
 
 @dataclass(frozen=True)
-class Sources(Call[list[str]]):
+class Sources(LedgerCall[list[str]]):
     """As `BaseLedger.sources`."""
 
     node: str | None
@@ -170,7 +170,7 @@ class Sources(Call[list[str]]):
 
 
 @dataclass(frozen=True)
-class ListFates(Call[list[Fate]]):
+class ListFates(LedgerCall[list[Fate]]):
     """As `BaseLedger.fates`."""
 
     source: str
@@ -185,7 +185,7 @@ class ListFates(Call[list[Fate]]):
 
 
 @dataclass(frozen=True)
-class Check(Call[list[str]]):
+class IntegrityCheck(LedgerCall[list[str]]):
     """What SQLite finds wrong with the whole database."""
 
     doing = "be read"
@@ -196,7 +196,7 @@ class Check(Call[list[str]]):
 
 
 @dataclass(frozen=True)
-class ListInFlight(Call[list[InFlight]]):
+class ListInFlight(LedgerCall[list[InFlight]]):
     """As `BaseLedger.in_flight`."""
 
     source: str
@@ -212,7 +212,7 @@ class ListInFlight(Call[list[InFlight]]):
 
 
 @dataclass(frozen=True)
-class Count(Call[Counts]):
+class Count(LedgerCall[OutcomeCounts]):
     """As `BaseLedger.counts`."""
 
     node: str
@@ -220,13 +220,13 @@ class Count(Call[Counts]):
     travels_as = Counted
     doing = "count groups"
 
-    def run(self, db: sqlite3.Connection, now: float) -> Counts:
+    def run(self, db: sqlite3.Connection, now: float) -> OutcomeCounts:
         """Do it."""
         return reads.counts(db, self.node)
 
 
 @dataclass(frozen=True)
-class ListPlaces(Call[Mapping[str, Sequence[str]]]):
+class ListPlaces(LedgerCall[Mapping[str, Sequence[str]]]):
     """As `places.places`."""
 
     prefix: str
@@ -239,7 +239,7 @@ class ListPlaces(Call[Mapping[str, Sequence[str]]]):
 
 
 @dataclass(frozen=True)
-class LeastReturn(Call[int | None]):
+class LeastReturn(LedgerCall[int | None]):
     """As `places.least_return`."""
 
     doing = "look for returns"
@@ -250,6 +250,6 @@ class LeastReturn(Call[int | None]):
 
 
 AnyRead: TypeAlias = (
-    ReadFacts | ReplayPlan | NextGroupId | LastStep | Steps | DropsAt | LastRound | IsJudged | Sources | ListFates
-    | Check | ListInFlight | Count | ListPlaces | LeastReturn
+    ReadFacts | ReplayPlan | NextGroupId | LastStep | ListSteps | DropsAt | LastRound | IsJudged | Sources | ListFates
+    | IntegrityCheck | ListInFlight | Count | ListPlaces | LeastReturn
 )  # fmt: skip

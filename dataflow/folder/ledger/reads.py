@@ -10,7 +10,7 @@ from dataflow.folder.ledger.schema import STATES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class OutcomeCounts:
     """What became of the groups that one sink (a trainer or an evaluation) is to consume."""
 
     issued: int
@@ -93,7 +93,7 @@ class Fate:
         return f"{self.outcome} by {self.node}{at}" + (f" ({self.reason})" if self.reason else "")
 
 
-def counts(db: sqlite3.Connection, node: str) -> Counts:
+def counts(db: sqlite3.Connection, node: str) -> OutcomeCounts:
     """Count the rows of all groups that `node` consumes."""
     sources = "SELECT source FROM consumers WHERE node = :node"
     key = {"node": node}
@@ -115,7 +115,7 @@ def counts(db: sqlite3.Connection, node: str) -> Counts:
             key,
         )
     )
-    return Counts(
+    return OutcomeCounts(
         issued=issued,
         trained=totals["trained"],
         evaluated=totals["evaluated"],

@@ -3,7 +3,7 @@
 import sqlite3
 from dataclasses import dataclass
 
-from dataflow.folder.ledger.calls import Call, Write
+from dataflow.folder.ledger.calls import LedgerCall, Write
 from dataflow.folder.ledger.upkeep import AnyWrite
 
 FLOOR = ""
@@ -50,7 +50,7 @@ class Writer:
 
 
 @dataclass(frozen=True)
-class Prepare(Write):
+class PrepareWriters(Write):
     """Have a place for what is known of writers."""
 
     floor: int | None
@@ -66,7 +66,7 @@ class Prepare(Write):
 
 
 @dataclass(frozen=True)
-class ListWriters(Call[dict[str, Writer]]):
+class ListWriters(LedgerCall[dict[str, Writer]]):
     """The newest process of each worker."""
 
     doing = "list who writes"
@@ -93,7 +93,7 @@ class Admit(Write):
 
 
 @dataclass(frozen=True)
-class Numbered(Write):
+class NumberedWrite(Write):
     """A write, and that it was made: so that one who did not hear of it can ask for it again."""
 
     worker: str

@@ -11,29 +11,29 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.disks.disks import Disks
-from dataflow.folder.disks.messages import CannotRead, Chunk, Listed, ListFiles, ReadFile
+from dataflow.folder.disks.messages import CannotRead, FileChunk, Listed, ListFiles, ReadFile
 from dataflow.folder.ledger import BaseLedger, LedgerError
-from dataflow.folder.ledger.calls import Call, Write
+from dataflow.folder.ledger.calls import LedgerCall, Write
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import AnyRead
 from dataflow.folder.ledger.upkeep import AnyWrite
 from dataflow.folder.ledger.writers import Token
-from dataflow.folder.ledger_service.line import Line
 from dataflow.folder.ledger_service.messages import (
     AppendLine,
-    Ask,
     AskWalBytes,
     Behind,
     Flush,
     Join,
     Pack,
     PutInPlace,
+    Query,
+    QueryResult,
     ReadPacked,
     Record,
     Recorded,
     Refused,
-    Told,
 )
+from dataflow.folder.ledger_service.service_socket import ServiceSocket
 from dataflow.folder.placing import Placing, put
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.files import RunFolderError, disk
@@ -76,14 +76,15 @@ class LedgerClient(BaseLedger):
         disk: str = HOME, disks: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """Join the service at `address`. path: where the ledger's file is, as this host has it. worker, holder,
-        attempt: who writes, as `Token` has it. seek: as `Line` has it. clock: of this process, which stands still while
-        it is stopped. disk, disks: as `Disks` has them. Errors: Replaced; DeadlineError when nobody answers."""
+        attempt: who writes, as `Token` has it. seek: as `ServiceSocket` has it. clock: of this process, which stands
+        still while it is stopped. disk, disks: as `Disks` has them. Errors: Replaced; DeadlineError when nobody
+        answers."""
         super().__init__(path)
         self._disk = disk
         self._disks = Disks(self, disk, self._ask_from_any_thread, disks or {}, keys)
         self._token = Token(worker, holder, attempt, secrets.randbits(62))
         self._patience_s, self._clock = patience_s, clock or AwakeClock()
-        self._open_line: Callable[[], Line] = partial(Line, address, keys, seek)
+        self._open_line: Callable[[], ServiceSocket] = partial(ServiceSocket, address, keys, seek)
         self._line, self._thread = self._open_line(), threading.get_ident()
         self._tickets = itertools.count(1)
         self._unheard: deque[Record] = deque()
@@ -96,9 +97,9 @@ class LedgerClient(BaseLedger):
         """What every call raises from now on."""
         self._asked = 0
         """The ticket that is waited for."""
-        self._answer: Told | Refused | None = None
+        self._answer: QueryResult | Refused | None = None
         self._said_at = self._clock()
-        self._aside: Line | None = None
+        self._aside: ServiceSocket | None = None
         """For other threads."""
         self._aside_lock, self._packing = threading.Lock(), threading.Lock()
         try:
@@ -116,7 +117,7 @@ class LedgerClient(BaseLedger):
             self._disks.see, self._disks.see_newest,
         )  # fmt: skip
 
-    def do(self, call: Call[T]) -> T:
+    def do(self, call: LedgerCall[T]) -> T:
         """Have it done. Errors: LedgerError; Replaced; DeadlineError."""
         if not call.writes:
             return cast("T", self._ask(cast("AnyRead", call)))
@@ -194,13 +195,13 @@ class LedgerClient(BaseLedger):
         """A question on the line of this thread."""
         self._check_thread()
         after = self._unheard[-1].number if self._unheard else 0
-        question = Ask(self._token, next(self._tickets), after, what)
+        question = Query(self._token, next(self._tickets), after, what)
         self._asked, self._answer, self._said_at = question.ticket, None, self._clock()
         self._line.say(question)
         self._wait(lambda: self._answer is not None, _doing(what), question)
         return _value(self._answer)
 
-    def _wait(self, is_over: Callable[[], bool], doing: str, question: Ask | None = None) -> None:
+    def _wait(self, is_over: Callable[[], bool], doing: str, question: Query | None = None) -> None:
         """Listen, and say again what was not answered. Errors: DeadlineError."""
         deadline, again_s = self._clock() + self._patience_s, AGAIN_S
         while not is_over():
@@ -231,7 +232,7 @@ class LedgerClient(BaseLedger):
                     self._broken = Replaced(answer.message)
                 case Refused(number=number) if number:
                     self._refused(answer)
-                case Told() | Refused() if answer.ticket == self._asked:
+                case QueryResult() | Refused() if answer.ticket == self._asked:
                     self._answer = answer
         if self._broken is not None:
             raise self._broken
@@ -257,14 +258,14 @@ class LedgerClient(BaseLedger):
         with self._aside_lock:
             if self._aside is None:
                 self._aside = self._open_line()
-            line, question = self._aside, Ask(self._token, next(self._tickets), 0, what)
+            line, question = self._aside, Query(self._token, next(self._tickets), 0, what)
             line.say(question)
             clock = AwakeClock()
             began = said_at = clock()
             again_s = AGAIN_S
             while True:
                 for answer in line.heard(_POLL_S):
-                    if isinstance(answer, Told | Refused) and answer.ticket == question.ticket:
+                    if isinstance(answer, QueryResult | Refused) and answer.ticket == question.ticket:
                         return _value(answer)
                 now = clock()
                 if now - began > self._patience_s:
@@ -317,4 +318,4 @@ def _value(answer: Any) -> Any:
     if isinstance(answer, Refused):
         raise _ERRORS[answer.error](answer.message)
     found = answer.result
-    return found if isinstance(found, Listed | Chunk | CannotRead) else found.value
+    return found if isinstance(found, Listed | FileChunk | CannotRead) else found.value

@@ -12,15 +12,23 @@ from dataflow.folder import placing
 from dataflow.folder.disks.messages import ListFiles, ReadFile
 from dataflow.folder.disks.reading import answer
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import Call, Value
+from dataflow.folder.ledger.calls import LedgerCall, Value
 from dataflow.folder.ledger.copying import pack
 from dataflow.folder.ledger.questions import ListPlaces
 from dataflow.folder.ledger.upkeep import SetPlace
-from dataflow.folder.ledger.writers import FLOOR, Admit, ListWriters, NotMade, Numbered, Prepare, Token, Writer
+from dataflow.folder.ledger.writers import (
+    FLOOR,
+    Admit,
+    ListWriters,
+    NotMade,
+    NumberedWrite,
+    PrepareWriters,
+    Token,
+    Writer,
+)
 from dataflow.folder.ledger_service.messages import (
     Answer,
     AppendLine,
-    Ask,
     Asked,
     AskWalBytes,
     Behind,
@@ -28,11 +36,12 @@ from dataflow.folder.ledger_service.messages import (
     Join,
     Pack,
     PutInPlace,
+    Query,
+    QueryResult,
     ReadPacked,
     Record,
     Recorded,
     Refused,
-    Told,
 )
 from dataflow.system.files import RunFolderError, append_line, disk
 
@@ -65,7 +74,7 @@ class RequestHandler:
         was, for workers that were taken over. holds: raises Replaced once somebody else holds the run. Errors:
         LedgerError."""
         self._ledger, self._folder, self._holds = ledger, ledger.path.parent, holds
-        ledger.do(Prepare(floor))
+        ledger.do(PrepareWriters(floor))
         ledger.flush()
         self._writers = ledger.do(ListWriters())
         self._packed: dict[str, tuple[int, IO[bytes]]] = {}
@@ -107,18 +116,18 @@ class RequestHandler:
         """Make a write, or note why it is not made. Errors: LedgerError when the disk takes neither."""
         worker, refusal = message.token.worker, None
         try:
-            self._ledger.do(Numbered(worker, message.number, message.call))
+            self._ledger.do(NumberedWrite(worker, message.number, message.call))
         except LedgerError as error:
             refusal = str(error)
             self._ledger.do(NotMade(worker, message.number, refusal))
         self._writers[worker] = made = Writer(message.token, message.number, refusal)
         return made
 
-    def _answered(self, message: Ask) -> Answer | Deferred:
+    def _answered(self, message: Query) -> Answer | Deferred:
         token, what = message.token, message.what
         if isinstance(what, Join):
             self._admit(token)
-            return Told(message.ticket, Value(None))
+            return QueryResult(message.ticket, Value(None))
         writer = self._admitted(token)
         if writer.number < message.after:
             return Behind(writer.number + 1)
@@ -130,17 +139,17 @@ class RequestHandler:
             case ReadPacked():
                 return Deferred(partial(self._aside, message, partial(self._read_packed, token.worker, what.offset)))
             case AskWalBytes():
-                return Told(message.ticket, Value(self._ledger.wal_bytes))
+                return QueryResult(message.ticket, Value(self._ledger.wal_bytes))
             case PutInPlace():
                 self._put_in_place(what)
-                return Told(message.ticket, Value(None))
+                return QueryResult(message.ticket, Value(None))
             case ListFiles() | ReadFile():
-                return Deferred(lambda: Told(message.ticket, answer(self._folder, what)))
+                return Deferred(lambda: QueryResult(message.ticket, answer(self._folder, what)))
             case AppendLine():
                 append_line(self._inside(what.path), what.line)
-                return Told(message.ticket, Value(None))
+                return QueryResult(message.ticket, Value(None))
             case _:
-                return Told(message.ticket, what.travels_as(self._ledger.do(cast("Call[Any]", what))))
+                return QueryResult(message.ticket, what.travels_as(self._ledger.do(cast("LedgerCall[Any]", what))))
 
     def _put_in_place(self, what: PutInPlace) -> None:
         """In this folder; or note that the worker's host does so in its own, and has what counts from now on."""
@@ -151,14 +160,14 @@ class RequestHandler:
         if what.disk or self._ledger.do(ListPlaces(what.at)):
             self._ledger.do(SetPlace(what.at, what.disk))
 
-    def _aside(self, message: Ask, do: Callable[[], Any]) -> Answer:
+    def _aside(self, message: Query, do: Callable[[], Any]) -> Answer:
         """What waits for the disk, in the thread for that."""
         try:
-            return Told(message.ticket, Value(do()))
+            return QueryResult(message.ticket, Value(do()))
         except (LedgerError, RunFolderError) as error:
             return Refused(message.ticket, 0, _kind(error), str(error))
 
-    def _pack(self, message: Ask) -> int:
+    def _pack(self, message: Query) -> int:
         """Of a question that is asked again, the same copy: its bytes are fetched in parts."""
         worker = message.token.worker
         ticket, file = self._packed.get(worker, (0, None))

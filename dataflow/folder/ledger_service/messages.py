@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from dataflow.folder.disks.messages import CannotRead, Chunk, Listed, ListFiles, ReadFile
+from dataflow.folder.disks.messages import CannotRead, FileChunk, Listed, ListFiles, ReadFile
 from dataflow.folder.ledger.questions import AnyRead, Result
 from dataflow.folder.ledger.upkeep import AnyWrite
 from dataflow.folder.ledger.writers import Token
@@ -59,7 +59,7 @@ class ReadPacked:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Query:
     """A question, or something that may be done twice."""
 
     token: Token
@@ -85,11 +85,11 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Told:
+class QueryResult:
     """The answer to a question."""
 
     ticket: Natural
-    result: Result | Listed | Chunk | CannotRead
+    result: Result | Listed | FileChunk | CannotRead
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Refused:
     message: str
 
 
-Asked: TypeAlias = Ask | Record
-Answer: TypeAlias = Told | Recorded | Behind | Refused
-TO_LEDGER: Codec[Asked] = Codec("dataflow.to-ledger", 1, Ask, Record)
-FROM_LEDGER: Codec[Answer] = Codec("dataflow.from-ledger", 1, Told, Recorded, Behind, Refused)
+Asked: TypeAlias = Query | Record
+Answer: TypeAlias = QueryResult | Recorded | Behind | Refused
+TO_LEDGER: Codec[Asked] = Codec("dataflow.to-ledger", 1, Query, Record)
+FROM_LEDGER: Codec[Answer] = Codec("dataflow.from-ledger", 1, QueryResult, Recorded, Behind, Refused)

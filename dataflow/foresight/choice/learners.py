@@ -54,7 +54,7 @@ def learners(trainer: Learn, hosts: Sequence[Host]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class LearnerStep:
     """What a trainer's step is made of."""
 
     rollouts: float
@@ -63,16 +63,21 @@ class Step:
     rates: Rates
 
 
-def step_of(graph: Graph, trainer: Learn, generator: Operator, workload: Workload, rates: Rates) -> Step:
+def step_of(graph: Graph, trainer: Learn, generator: Operator, workload: Workload, rates: Rates) -> LearnerStep:
     """As graph and workload have it."""
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     group = max(filter(None, sizes), default=1)
     tokens = workload.lengths(generator).mean + workload.prompt_tokens / group
-    return Step(rollouts=float(trainer.step_prompts * group), tokens=tokens, rates=rates)
+    return LearnerStep(rollouts=float(trainer.step_prompts * group), tokens=tokens, rates=rates)
 
 
 def best_learner(
-    graph: Graph, trainer: Learn, ways: Sequence[Mapping[str, Any]], hosts: Sequence[Host], ranks: int, step: Step
+    graph: Graph,
+    trainer: Learn,
+    ways: Sequence[Mapping[str, Any]],
+    hosts: Sequence[Host],
+    ranks: int,
+    step: LearnerStep,
 ) -> Mapping[str, Any]:
     """By which of these ways so many ranks make a step in the least time, of those whose model fits; of equals the
     first. The first one where none fits: `plan` says why.

@@ -71,7 +71,7 @@ class Objective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SearchResult:
     """What came of a search."""
 
     ways: Sequence[Way]
@@ -105,7 +105,7 @@ def best_ways(
 def choose(
     graph: Graph, devices: Devices, *, workload: Workload | None = None, steps: int | None = None,
     constants: Constants = ASSUMED_CONSTANTS, objective: Objective | None = None, knobs: bool = True,
-) -> Choice:  # fmt: skip
+) -> SearchResult:  # fmt: skip
     """The best ten of a thousand ways, the best first; the graph stays as it is.
 
     knobs: parallelism of generator and trainer, the generator's precision and of unlike devices which each has are
@@ -153,7 +153,7 @@ def choose(
     more = _others([each[2] for each in found], leads, taken)
     best += [simulated(found[at]) for at in more]
     best = ranked(best, objective, 0.0 if devices.gpus else ALIKE)
-    return Choice(
+    return SearchResult(
         ways=best[:BEST], tried=len(ways), simulated=len(best), refused=dict(refused.most_common()),
         objective=objective,
     )  # fmt: skip

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from dataflow.foresight.choice.search import Choice, cost_of
+from dataflow.foresight.choice.search import SearchResult, cost_of
 from dataflow.foresight.report import number, table
 
 
-def ways(choice: Choice) -> str:
+def ways(choice: SearchResult) -> str:
     """The best ways, why the others lose, and which were refused."""
     prices, best = choice.objective.prices, choice.ways[0]
     sought = choice.objective.cost
@@ -30,7 +30,7 @@ def ways(choice: Choice) -> str:
     return "\n".join(["", *table((*head, "", "why", ""), rows), said])
 
 
-def to_plain(choice: Choice) -> dict[str, Any]:
+def to_plain(choice: SearchResult) -> dict[str, Any]:
     """For JSON: the best ways, and what was looked at."""
     return {
         "ways": [

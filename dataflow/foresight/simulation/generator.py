@@ -17,7 +17,7 @@ from dataflow.staleness import Bound
 SOURCE = "prompts"
 
 
-class Replica:
+class SimulatedReplica:
     """Time is counted in strides of `scenario.stride` decode steps: one of n strides that starts at s ends at s + n."""
 
     def __init__(

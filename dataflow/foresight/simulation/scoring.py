@@ -11,7 +11,7 @@ from dataflow.foresight.simulation.scenario import ScorerCosts
 from dataflow.foresight.simulation.usage import Usage
 
 
-class Scorer:
+class SimulatedScorer:
     """One that computes does a group at a time; one that waits has `at_once` calls open."""
 
     def __init__(

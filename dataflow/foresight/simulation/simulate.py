@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from dataflow.errors import GraphError
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.simulation.clock import Clock
-from dataflow.foresight.simulation.generator import Replica
+from dataflow.foresight.simulation.generator import SimulatedReplica
 from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import Scenario
-from dataflow.foresight.simulation.scoring import Scorer
-from dataflow.foresight.simulation.trainer import Trainer
+from dataflow.foresight.simulation.scoring import SimulatedScorer
+from dataflow.foresight.simulation.trainer import SimulatedTrainer
 from dataflow.foresight.simulation.usage import Usage
 from dataflow.rules.issue import issue_until
 from dataflow.staleness import Bound, capacity
@@ -78,14 +78,14 @@ class _World:
         self._usage: dict[str, Usage] = {}
         lengths = _drawn(scenario.lengths, scenario.stride, self._random)
         self._replicas = [
-            Replica(
+            SimulatedReplica(
                 scenario, scenario.costs_of(number), clock, bound, lengths,
                 self._used(_name("generator", number, scenario.replicas)), self._score, lambda: self._told,
             )
             for number in range(scenario.replicas)
         ]  # fmt: skip
         self._first = min(scenario.steps - 1, 2 * (ahead + 1) + scenario.steps // 10) or 1
-        self._trainer = Trainer(
+        self._trainer = SimulatedTrainer(
             scenario, clock, self._used("trainer"), self._publish, self._settle, first=self._first
         )  # fmt: skip
         self._scorers = self._chain()
@@ -138,12 +138,12 @@ class _World:
     def _used(self, name: str) -> Usage:
         return self._usage.setdefault(name, Usage(self._clock))
 
-    def _chain(self) -> list[Scorer]:
-        found: list[Scorer] = []
+    def _chain(self) -> list[SimulatedScorer]:
+        found: list[SimulatedScorer] = []
         names = list(self._scenario.scorers)
         for at, name in enumerate(names):
             costs = self._scenario.scorers[name]
-            found.append(Scorer(
+            found.append(SimulatedScorer(
                 costs, self._scenario.group_size, self._clock, self._used(name),
                 lambda group, at=at: self._hop(lambda: self._pass_on(group, at + 1)),  # type: ignore[misc]
                 shared=bool(self._scenario.generator.shared),

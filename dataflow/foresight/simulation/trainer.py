@@ -16,7 +16,7 @@ from dataflow.rules.room import queue_prompts, row_room
 from dataflow.staleness import sweep
 
 
-class Trainer:
+class SimulatedTrainer:
     """All its ranks, which work together."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Trainer:
         self._scenario, self._clock, self._usage = scenario, clock, usage
         self._published, self._ended, self._first = published, ended, first
         self._queue: InOrder[tuple[SimulatedGroup, bool]] = InOrder()
-        self._door: deque[tuple[SimulatedGroup, bool]] = deque()
+        self._arrivals: deque[tuple[SimulatedGroup, bool]] = deque()
         """Wait for room in the queue."""
         self._most = queue_prompts(scenario.queue_prompts, scenario.prompts_per_step, scenario.max_staleness)
         self._groups: list[SimulatedGroup] = []
@@ -45,7 +45,7 @@ class Trainer:
 
     def push(self, group: SimulatedGroup, *, drop: bool) -> None:
         """A group came; drop: an operator on its way has given it up."""
-        self._door.append((group, drop))
+        self._arrivals.append((group, drop))
         self.go_on()
 
     def go_on(self) -> None:
@@ -91,8 +91,8 @@ class Trainer:
 
     def _let_in(self) -> None:
         size = self._scenario.group_size
-        while self._door and row_room(self._most, size, len(self._queue) * size, is_ready=self._queue.is_ready) > 0:
-            group, drop = self._door.popleft()
+        while self._arrivals and row_room(self._most, size, len(self._queue) * size, is_ready=self._queue.is_ready) > 0:
+            group, drop = self._arrivals.popleft()
             self._queue.put(group.group_id, (group, drop))
 
     def _made(self) -> None:

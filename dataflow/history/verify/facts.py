@@ -41,7 +41,7 @@ class Findings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class EndedGroups:
     """Groups of one source with the same outcome for a sink."""
 
     source: str
@@ -56,14 +56,14 @@ class Ended:
 
 
 @dataclass
-class Sink:
+class SinkRows:
     """The rows of one trainer or evaluation on the surviving line."""
 
     sources: set[str] = field(default_factory=set)
     """Sources whose groups it consumes."""
     steps: list[int] = field(default_factory=list)
     """Committed steps, ascending."""
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[EndedGroups] = field(default_factory=list)
     """The outcomes, each group that has one in one of them."""
     returns: list[tuple[int, int]] = field(default_factory=list)
     """Returns to a checkpoint as (from_step, to_step)."""
@@ -72,7 +72,7 @@ class Sink:
         """Groups of a source that have an outcome."""
         return [each.groups for each in self.ended if each.source == source]
 
-    def dropped(self) -> list[Ended]:
+    def dropped(self) -> list[EndedGroups]:
         """Those that were given up."""
         return [each for each in self.ended if each.outcome == "dropped"]
 
@@ -89,14 +89,14 @@ class Sink:
 
 
 @dataclass
-class Facts:
+class VerifyFacts:
     """All that the laws are judged on, apart from the rollouts themselves."""
 
     folder: RunFolder
     """The folder under judgement."""
     groups: dict[str, AnyArray]
     """Groups issued by each source, ascending, int64."""
-    sinks: dict[str, Sink]
+    sinks: dict[str, SinkRows]
     """What each trainer and evaluation did."""
     metrics: list[dict[str, Any]]
     """Lines of metrics.jsonl."""
@@ -109,19 +109,19 @@ class Facts:
     places: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By path in the run folder, the hosts that have it, where that is not this folder alone."""
 
-    def trainers(self) -> Iterator[tuple[str, Sink]]:
+    def trainers(self) -> Iterator[tuple[str, SinkRows]]:
         """The sinks that train, by name."""
         for node, sink in sorted(self.sinks.items()):
             if sink.steps or node in self.max_staleness or any(each.outcome == "trained" for each in sink.ended):
                 yield node, sink
 
-    def evaluations(self) -> Iterator[tuple[str, Sink]]:
+    def evaluations(self) -> Iterator[tuple[str, SinkRows]]:
         """The sinks that do not train, by name."""
         trainers = dict(self.trainers())
         yield from ((node, sink) for node, sink in sorted(self.sinks.items()) if node not in trainers)
 
 
-def note_the_past(facts: Facts, findings: Findings) -> None:
+def note_the_past(facts: VerifyFacts, findings: Findings) -> None:
     """Note how often the run was taken up again, and which of its workers ended on the way."""
     parts = facts.config.get("resumed", [])
     if parts:
@@ -149,7 +149,7 @@ def note_who_leads(folder: RunFolder, findings: Findings) -> None:
         findings.note(said)
 
 
-def read_facts(folder: RunFolder, findings: Findings) -> Facts:
+def read_facts(folder: RunFolder, findings: Findings) -> VerifyFacts:
     """Read ledger, metrics and config of a run. Errors: LedgerError when the ledger cannot be read."""
     groups, sinks, said, lie = _read_ledger(folder.ledger, findings)
     metrics, torn = read_lines(folder.metrics, findings.note)
@@ -160,8 +160,8 @@ def read_facts(folder: RunFolder, findings: Findings) -> Facts:
     if "max_staleness" not in config:
         findings.note("neither ledger.db nor config.json says what the bound on staleness is")
     for node in bounds:
-        sinks.setdefault(node, Sink())
-    return Facts(
+        sinks.setdefault(node, SinkRows())
+    return VerifyFacts(
         folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds, config=config,
         not_kept=not_kept(said), places=lie,
     )  # fmt: skip
@@ -169,14 +169,14 @@ def read_facts(folder: RunFolder, findings: Findings) -> Facts:
 
 def _read_ledger(
     path: Path, findings: Findings
-) -> tuple[dict[str, AnyArray], dict[str, Sink], dict[str, Any], dict[str, list[str]]]:
+) -> tuple[dict[str, AnyArray], dict[str, SinkRows], dict[str, Any], dict[str, list[str]]]:
     with contextlib.closing(connect(path, mode="ro")) as db:
         check_schema(db, path)
         with snapshot(db, path, "be read"):
             return *_read_rows(db, findings), reads.facts(db), places(db)
 
 
-def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, Sink]]:
+def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, SinkRows]]:
     for (said,) in db.execute("PRAGMA quick_check(3)"):
         if said != "ok":
             findings.fault(f"ledger.db is damaged: {said}")
@@ -184,7 +184,7 @@ def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, An
         source: np.sort(_array(ids))
         for source, ids in db.execute("SELECT source, json_group_array(group_id) FROM groups GROUP BY source")
     }
-    sinks: dict[str, Sink] = collections.defaultdict(Sink)
+    sinks: dict[str, SinkRows] = collections.defaultdict(SinkRows)
     for node, source in db.execute("SELECT node, source FROM consumers"):
         sinks[node].sources.add(source)
     for node, source, outcome, reason, ids, steps in db.execute(
@@ -192,7 +192,7 @@ def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, An
         "FROM outcomes GROUP BY node, source, outcome, reason",
         {"none": NO_STEP},
     ):
-        ended = Ended(source=source, outcome=outcome, reason=reason, groups=_array(ids), steps=_array(steps))
+        ended = EndedGroups(source=source, outcome=outcome, reason=reason, groups=_array(ids), steps=_array(steps))
         sinks[node].ended.append(ended)
         sinks[node].sources.add(source)
     for node, step in db.execute("SELECT node, step FROM steps ORDER BY node, step"):

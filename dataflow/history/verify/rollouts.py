@@ -12,13 +12,13 @@ from dataflow.folder.ledger.calls import some
 from dataflow.folder.ledger.places import HOME, holders
 from dataflow.folder.retention import gone
 from dataflow.history.verify.digest import RolloutFile, digests
-from dataflow.history.verify.facts import Facts, Findings, Sink
+from dataflow.history.verify.facts import Findings, SinkRows, VerifyFacts
 from dataflow.planning.hosts import named
 from dataflow.records import AnyArray
 from dataflow.staleness import NO_TOKEN
 
 
-def judge_steps(facts: Facts, node: str, sink: Sink, findings: Findings) -> int | None:
+def judge_steps(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> int | None:
     """Compare each step file with the ledger; returns the largest staleness in versions, None without any."""
     trained = sink.at("trained")
     folder = _folder(facts, node, "step")
@@ -43,7 +43,7 @@ def judge_steps(facts: Facts, node: str, sink: Sink, findings: Findings) -> int 
     return largest
 
 
-def judge_evaluations(facts: Facts, node: str, sink: Sink, findings: Findings) -> None:
+def judge_evaluations(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> None:
     """Compare each evaluation file with the ledger."""
     folder = _folder(facts, node, "eval")
     evaluated = sink.at("evaluated")
@@ -59,7 +59,7 @@ def judge_evaluations(facts: Facts, node: str, sink: Sink, findings: Findings) -
             findings.fault(f"{found.too_early} rollouts in {path.name} are older than their min_version")
 
 
-def _kept(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Findings) -> list[tuple[int, Path]]:
+def _kept(facts: VerifyFacts, node: str, paths: list[tuple[int, Path]], findings: Findings) -> list[tuple[int, Path]]:
     """Without files that the run removed itself, or that lie on other hosts: of what stood in them the ledger alone
     tells."""
     paths = _here(facts, node, paths, findings)
@@ -73,7 +73,7 @@ def _kept(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Find
     return found
 
 
-def _here(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Findings) -> list[tuple[int, Path]]:
+def _here(facts: VerifyFacts, node: str, paths: list[tuple[int, Path]], findings: Findings) -> list[tuple[int, Path]]:
     """Without those that other hosts have, which have no folder in common with this one."""
     have = {step: holders(facts.places, str(path.relative_to(facts.folder.path))) for step, path in paths}
     away = [step for step, _ in paths if HOME not in have[step]]
@@ -86,7 +86,7 @@ def _here(facts: Facts, node: str, paths: list[tuple[int, Path]], findings: Find
     return [(step, path) for step, path in paths if HOME in have[step]]
 
 
-def _is_gone(facts: Facts, node: str, step: int) -> bool:
+def _is_gone(facts: VerifyFacts, node: str, step: int) -> bool:
     """Whether a run under way has removed the file of a step since its ledger was read."""
     with Ledger.open(facts.folder.ledger, readonly=True) as ledger:
         return step <= gone(ledger, node)
@@ -124,7 +124,7 @@ def _in_time(node: str, step: int, age: int, newest: int, bound: int, findings: 
         findings.fault(f"step {step} of '{node}' trained rollouts of version {newest}, which did not exist before it")
 
 
-def _uncommitted(folder: Path, node: str, sink: Sink, findings: Findings) -> None:
+def _uncommitted(folder: Path, node: str, sink: SinkRows, findings: Findings) -> None:
     last = sink.steps[-1] if sink.steps else 0
     left = [step for step in _steps_in(folder) if step > last]
     if left:
@@ -134,7 +134,7 @@ def _uncommitted(folder: Path, node: str, sink: Sink, findings: Findings) -> Non
         )
 
 
-def _folder(facts: Facts, node: str, kind: str) -> Path:
+def _folder(facts: VerifyFacts, node: str, kind: str) -> Path:
     """Where the files of `node` stand: its own folder if it has one, otherwise the common one."""
     own = facts.folder.rollouts / node
     return own if any(own.glob(f"{kind}-*.arrow")) else facts.folder.rollouts

@@ -10,10 +10,18 @@ import numpy as np
 
 from dataflow.errors import DataflowError
 from dataflow.folder.ledger.calls import some
-from dataflow.folder.ledger.reads import Counts
+from dataflow.folder.ledger.reads import OutcomeCounts
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import read_swaps
-from dataflow.history.verify.facts import NO_STEP, Facts, Findings, Sink, note_the_past, note_who_leads, read_facts
+from dataflow.history.verify.facts import (
+    NO_STEP,
+    Findings,
+    SinkRows,
+    VerifyFacts,
+    note_the_past,
+    note_who_leads,
+    read_facts,
+)
 from dataflow.history.verify.rollouts import judge_evaluations, judge_steps
 
 FAULTS_SHOWN = 3
@@ -91,7 +99,7 @@ def report(run_path: str | Path) -> int:
     return verdict.exit_status
 
 
-def _judge_trainer(facts: Facts, node: str, sink: Sink, findings: Findings) -> str:
+def _judge_trainer(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> str:
     _steps_are_contiguous(node, sink, findings)
     _outcomes_stand_at_steps(node, sink, findings)
     counts = _identity(facts, node, sink, findings)
@@ -105,26 +113,26 @@ def _judge_trainer(facts: Facts, node: str, sink: Sink, findings: Findings) -> s
     return f"{name}{counts}; {len(sink.steps)} steps{age}"
 
 
-def _judge_evaluation(facts: Facts, node: str, sink: Sink, findings: Findings) -> str:
+def _judge_evaluation(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> str:
     counts = _identity(facts, node, sink, findings)
     judge_evaluations(facts, node, sink, findings)
     return f"{node}: {counts}"
 
 
-def _groups_are_contiguous(facts: Facts, findings: Findings) -> None:
+def _groups_are_contiguous(facts: VerifyFacts, findings: Findings) -> None:
     for source, groups in facts.groups.items():
         if not np.array_equal(groups, np.arange(len(groups))):
             missing = set(range(int(groups[-1]) + 1)) - set(groups.tolist())
             findings.fault(f"groups {some(missing)} of source '{source}' were never issued, but later ones were")
 
 
-def _steps_are_contiguous(node: str, sink: Sink, findings: Findings) -> None:
+def _steps_are_contiguous(node: str, sink: SinkRows, findings: Findings) -> None:
     if sink.steps and sink.steps != list(range(1, len(sink.steps) + 1)):
         missing = set(range(1, sink.steps[-1] + 1)) - set(sink.steps)
         findings.fault(f"steps {some(missing)} of '{node}' were never committed, but later ones were")
 
 
-def _outcomes_stand_at_steps(node: str, sink: Sink, findings: Findings) -> None:
+def _outcomes_stand_at_steps(node: str, sink: SinkRows, findings: Findings) -> None:
     """Drops alone may stand at the next step, which is under way."""
     lost: list[int] = []
     for each in sink.ended:
@@ -134,7 +142,7 @@ def _outcomes_stand_at_steps(node: str, sink: Sink, findings: Findings) -> None:
         findings.fault(f"groups {some(lost)} have an outcome at a step that '{node}' never committed")
 
 
-def _identity(facts: Facts, node: str, sink: Sink, findings: Findings) -> Counts:
+def _identity(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> OutcomeCounts:
     """Issued = trained + evaluated + dropped + in flight, each side counted for itself."""
     issued = waiting = 0
     for source in sorted(sink.sources):
@@ -153,7 +161,7 @@ def _identity(facts: Facts, node: str, sink: Sink, findings: Findings) -> Counts
         kinds[each.outcome] += len(each.groups)
     for each in sink.dropped():
         dropped[str(each.reason)] += len(each.groups)
-    counts = Counts(
+    counts = OutcomeCounts(
         issued=issued, trained=kinds["trained"], evaluated=kinds["evaluated"], dropped=dict(dropped.most_common()),
         in_flight={"waiting": waiting} if waiting else {},
     )  # fmt: skip
@@ -162,7 +170,7 @@ def _identity(facts: Facts, node: str, sink: Sink, findings: Findings) -> Counts
     return counts
 
 
-def _metrics_agree(facts: Facts, node: str, sink: Sink, findings: Findings) -> None:
+def _metrics_agree(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> None:
     """The drops that each step's line tells of are those of the ledger; the last line of a step counts."""
     alone = len(list(facts.trainers())) == 1
     told: dict[int, Any] = {}

@@ -23,7 +23,7 @@ LAST_WORD_S = 1.0
 """For what a trial said before it ended to arrive."""
 
 
-class Server(Protocol):
+class TrialServer(Protocol):
     """What it uses of `ControlServer`."""
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool) -> None:
@@ -56,7 +56,7 @@ class Asking:
     """
 
     def __init__(
-        self, table: Table, server: Server, settings_of: Callable[[WorkerRecord], Settings],
+        self, table: Table, server: TrialServer, settings_of: Callable[[WorkerRecord], Settings],
         swap_in: Callable[[Swap], None], reply: Callable[[Client, Reply], None], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """settings_of: what a worker that starts now would be told. swap_in: takes an operator in that fits."""

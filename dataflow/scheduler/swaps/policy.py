@@ -10,7 +10,7 @@ import signal
 from dataflow.errors import GraphError, RunError, nearest
 from dataflow.folder.swaps import Swap, latest
 from dataflow.node import Generate, Learn, Operator, Source
-from dataflow.scheduler.events import Command, Notice, Signal
+from dataflow.scheduler.events import Command, NotifyUser, Signal
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.scorer import Scorer
 from dataflow.worker.messages import Failed
@@ -78,8 +78,8 @@ def ready(table: Table, record: WorkerRecord) -> list[Command]:
         return []
     table.swaps.worker = ""
     if table.swaps.taken_back:
-        return [Notice(f"{table.swaps.taken_back}; it goes on with the operator before")]
-    return [Notice(told(table.swaps.made[-1]))]
+        return [NotifyUser(f"{table.swaps.taken_back}; it goes on with the operator before")]
+    return [NotifyUser(told(table.swaps.made[-1]))]
 
 
 def told(swap: Swap) -> str:

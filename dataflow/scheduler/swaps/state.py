@@ -25,7 +25,7 @@ class Swaps:
         return 1 + max((swap.number for swap in self.made), default=0)
 
     def to_plain(self) -> dict[str, Any]:
-        """What a successor of the scheduler takes up, for JSON."""
+        """What the next scheduler takes up, for JSON."""
         return asdict(self)
 
     @classmethod

@@ -38,7 +38,7 @@ def bucket_of(rows: int, sizes: tuple[int, ...]) -> int:
     return sizes[bisect.bisect_left(sizes, rows)]
 
 
-class Replays:
+class GraphReplays:
     """Runs `work(size, *key)` on fixed buffers: the first time as it is, from the second on as a graph.
 
     On the CPU it is run as it is every time, so that all around it can be tested there.
@@ -137,7 +137,7 @@ class GraphedDecode:
         self._sizes = buckets(slots)
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(slots, dtype=torch.float32, device=device)
-        self.replays = Replays(self._step, device)
+        self.replays = GraphReplays(self._step, device)
 
     def __call__(self, live: int, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int64 [live] and log-probabilities [live] of the first `live` rows, good until the next call."""

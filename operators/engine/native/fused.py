@@ -24,7 +24,7 @@ from operators.engine.pages import PAGE, Prefix
 from operators.models.errors import ModelError
 
 
-class Structure(ctypes.Structure):
+class RowsStruct(ctypes.Structure):
     """See `NativeRows` in decoder.c."""
 
     _fields_ = [
@@ -101,13 +101,13 @@ class NativeRows:
             wanted=torch.from_numpy(np.concatenate([np.arange(n), ends - 1])),
         )
 
-    def structure(self, logits: torch.Tensor) -> Structure:
+    def structure(self, logits: torch.Tensor) -> RowsStruct:
         """As C reads it; the tensors have to live as long."""
 
         def place(tensor: torch.Tensor | None) -> int | None:
             return None if tensor is None else tensor.data_ptr()
 
-        return Structure(
+        return RowsStruct(
             tokens=place(self.tokens), positions=place(self.positions), table=place(self.table),
             table_rows=place(self.table_rows), table_width=self.table.stride(0), rows=self.rows, decoded=self.decoded,
             starts=place(self.runs), pages=place(self.shared), runs=0 if self.shared is None else len(self.shared),

@@ -43,7 +43,7 @@ class Layer(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Decoder(ctypes.Structure):
+class DecoderStruct(ctypes.Structure):
     """See decoder.c."""
 
     _fields_ = [
@@ -66,7 +66,7 @@ class PackedWeights:
         config = model.config
         attention = model.model.layers[0].self_attn
         self.layers = (Layer * config.num_hidden_layers)()
-        self.decoder = Decoder(
+        self.decoder = DecoderStruct(
             layers=self.layers, layer_count=config.num_hidden_layers, hidden=config.hidden_size,
             inner=config.intermediate_size, heads=config.num_key_value_heads,
             repeats=config.num_attention_heads // config.num_key_value_heads, width=attention.head_dim,

@@ -18,7 +18,7 @@ from dataflow.system.channel import Channel
 from operators.engine.parallel import group
 from operators.engine.parallel.lockstep import follow
 from operators.engine.parallel.member import make_member
-from operators.engine.parallel.messages import CODEC, Settings, Started
+from operators.engine.parallel.messages import CODEC, EngineSettings, Started
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import expected
 from operators.ranks.loading import following
@@ -37,18 +37,18 @@ def main(end: int) -> int:
 
 def _work(channel: Channel[Any], ends: contextlib.ExitStack) -> None:
     channel.send(Started(os.getpid()))
-    settings = expected(Settings, channel, 0, os.getppid(), FIRST_S)
+    settings = expected(EngineSettings, channel, 0, os.getppid(), FIRST_S)
     ends.callback(shutil.rmtree, settings.folder, ignore_errors=True)
     _serve(channel, settings)
 
 
-def _serve(channel: Channel[Any], settings: Settings) -> None:
+def _serve(channel: Channel[Any], settings: EngineSettings) -> None:
     """Join, load, build, and follow rank 0 to the end."""
     node, rank, device, wait_s = settings.node, settings.rank, settings.device, settings.limits.exchange_s
     mesh = group.join(Path(settings.folder), rank, settings.size, torch.device(device), wait_s)
     watch = group.watched(wait_s)
     aside = None if settings.aside is None else Path(settings.aside)
-    context = Context(node=node, device=device, threads=settings.threads, narrow=settings.narrow, aside=aside)
+    context = Context(node=node, device=device, threads=settings.threads, quantized=settings.quantized, aside=aside)
     with watch.within():
         member = make_member(settings.declaration, context, mesh, following(channel, rank, wait_s, watch))
     own = {name: shard.local for name, shard in member.shards.items()}

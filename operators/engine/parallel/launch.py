@@ -10,12 +10,12 @@ import torch
 
 from dataflow.runtime import Context
 from dataflow.system.forking import has_used_cuda
-from operators.engine.build import Built
+from operators.engine.build import BuiltEngine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.parallel import follower, group
 from operators.engine.parallel.lockstep import Lockstep
 from operators.engine.parallel.member import make_member
-from operators.engine.parallel.messages import CODEC, Settings, Started
+from operators.engine.parallel.messages import CODEC, EngineSettings, Started
 from operators.engine.parallel.shards import plain_pieces
 from operators.ranks.exchange import Exchange
 from operators.ranks.loading import leading
@@ -23,7 +23,7 @@ from operators.ranks.team import Start, Team, forked, program
 from operators.ranks.weights import Leader, met, opens_for_ranks
 
 
-def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> Built:
+def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> BuiltEngine:
     """As `build_native`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th after this one's.
 
     Raises:
@@ -38,10 +38,10 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
             team.answer(rank, Started)
         for rank in range(1, size):
             place = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
-            settings = Settings(
+            settings = EngineSettings(
                 declaration=declaration, node=context.node, replica=context.rank, rank=rank, size=size, device=place,
                 threads=context.threads, folder=str(team.folder), site=None if opens is None else opens.site,
-                attempt=context.attempt, narrow=context.narrow, limits=context.limits,
+                attempt=context.attempt, quantized=context.quantized, limits=context.limits,
                 aside=None if context.aside is None else str(context.aside),
             )  # fmt: skip
             team.tell(settings, rank)

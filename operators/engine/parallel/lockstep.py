@@ -17,14 +17,14 @@ from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel import group
 from operators.engine.parallel.member import RankEngine, state_of
-from operators.engine.parallel.messages import Abort, Adopted, Digest, Digests, Prompt, Step
-from operators.engine.results import EndedRollout, Start
+from operators.engine.parallel.messages import Abort, Adopted, Digest, Digests, StartMessage, Step
+from operators.engine.results import EndedRollout, PromptStart
 from operators.engine.sleep import put_aside
 from operators.engine.stop_strings import StopStrings
 from operators.models.read_weights import RankMemory
 from operators.ranks.exchange import Exchange, named, next_message
 from operators.ranks.messages import Close
-from operators.ranks.watch import Watch
+from operators.ranks.watch import ExchangeWatch
 from operators.ranks.weights import followed
 
 
@@ -57,10 +57,10 @@ class Lockstep:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, starts: Sequence[Start] = ()) -> list[EndedRollout]:
+    def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
         """As `Engine.step`, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
         with self._together(f"step {self._engine.steps + 1}"):
-            self._tell(Step(state_of(self._engine), tuple(map(Prompt.of, starts))))
+            self._tell(Step(state_of(self._engine), tuple(map(StartMessage.of, starts))))
             return self._engine.step(starts)
 
     def abort(self, tickets: Collection[int]) -> list[EndedRollout]:
@@ -94,7 +94,7 @@ def follow(
     channel: Channel[Any],
     rank: int,
     wait_s: float,
-    watch: Watch,
+    watch: ExchangeWatch,
     beside: WeightsBeside | None = None,
 ) -> None:
     """Do what rank 0 says until it says that all is over.

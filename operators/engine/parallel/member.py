@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dataflow.runtime import Context
-from operators.engine.build import Built, build_native
+from operators.engine.build import BuiltEngine, build_native
 from operators.engine.decode import Engine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.kv_cache import default_budget
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class RankEngine:
     """One rank's engine, and by name what it takes of each version."""
 
-    built: Built
+    built: BuiltEngine
     shards: dict[str, Shard]
     aside: Path | None
     """As of `Context`."""

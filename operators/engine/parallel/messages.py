@@ -11,7 +11,7 @@ from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.system.messages import Plain
 from operators.engine.knobs import GeneratorKnobs
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.ranks.messages import Numbers, Tokens, codec_of
@@ -21,7 +21,7 @@ from operators.ranks.weights import KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class EngineSettings:
     """What a rank builds its engine from."""
 
     declaration: GeneratorKnobs
@@ -37,16 +37,16 @@ class Settings:
     """As `OpensWeights.site`."""
     attempt: int
     """The scheduler's, at rank 0."""
-    narrow: str | None
-    """As `Context.narrow`."""
+    quantized: str | None
+    """As `Context.quantized`."""
     aside: str | None
     """As `Context.aside`."""
     limits: Limits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A prompt whose rollouts start, as `Start`."""
+class StartMessage:
+    """A prompt whose rollouts start, as `PromptStart`."""
 
     tokens: Numbers
     limit: int
@@ -58,7 +58,7 @@ class Prompt:
     """Of each rollout, what it had drawn before it starts again."""
 
     @classmethod
-    def of(cls, start: Start) -> Prompt:
+    def of(cls, start: PromptStart) -> StartMessage:
         """The message of a start."""
         return cls(
             tokens=Numbers.of(start.prompt, np.int64),
@@ -70,9 +70,9 @@ class Prompt:
             partial=tuple(None if rollout is None else Tokens.of(rollout.tokens) for rollout in start.partial),
         )
 
-    def start(self, stops: Callable[[Sequence[str]], StopStrings]) -> Start:
+    def start(self, stops: Callable[[Sequence[str]], StopStrings]) -> PromptStart:
         """The start again; `stops` gives the same object for the same strings."""
-        return Start(
+        return PromptStart(
             prompt=self.tokens.array,
             limit=self.limit,
             tickets=self.tickets,
@@ -89,7 +89,7 @@ class Step:
 
     state: int
     """Rank 0's, by `member.state_of`."""
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[StartMessage, ...]
 
 
 @dataclass(frozen=True)
@@ -128,4 +128,4 @@ class Digests:
     digests: Mapping[str, int]
 
 
-CODEC = codec_of("engine-ranks", *KINDS, Settings, Step, Abort, Adopted, Digest, Started, Digests)
+CODEC = codec_of("engine-ranks", *KINDS, EngineSettings, Step, Abort, Adopted, Digest, Started, Digests)

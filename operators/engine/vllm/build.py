@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from dataflow.runtime import Context
-from operators.engine.build import Built, context_tokens_of, sampling_of, stops_of
+from operators.engine.build import BuiltEngine, context_tokens_of, sampling_of, stops_of
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.vllm.engine import VllmEngine
 from operators.models.loading import load_configs, load_tokenizer
 
 
-def build_vllm(declaration: GeneratorKnobs, context: Context) -> Built:
+def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
     """As `make_engine`."""
     config, generation = load_configs(declaration.model)
     tokenizer = load_tokenizer(declaration.model)
@@ -31,4 +31,4 @@ def build_vllm(declaration: GeneratorKnobs, context: Context) -> Built:
         start_s=context.limits.start_s,
         deadline_s=context.limits.stuck_s,
     )
-    return Built(engine, tokenizer, ends)
+    return BuiltEngine(engine, tokenizer, ends)

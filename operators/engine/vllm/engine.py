@@ -25,11 +25,11 @@ from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.records import AnyArray
 from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
-from operators.engine.results import EndedRollout, Row, Start
+from operators.engine.results import EndedRollout, PromptStart, Row
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.live import Live
-from operators.engine.vllm.process import INSTALL, SERVER, Process, environment_of, interpreter
+from operators.engine.vllm.process import INSTALL, SERVER, ServerProcess, environment_of, interpreter
 from operators.engine.vllm.weights import VllmWeights, check_names
 from operators.models.errors import ModelError
 from operators.models.loading import load_model
@@ -110,7 +110,7 @@ class VllmEngine:
         self._weights = VllmWeights(module, model.dtype, device)
         self.tensors: dict[str, torch.Tensor] = self._weights.tensors
         del module
-        self._process = Process(
+        self._process = ServerProcess(
             [python, str(server)], environment_of(python, threads, device, environment), self._weights.files
         )
         request = {
@@ -173,7 +173,7 @@ class VllmEngine:
         """
         return wanted, 0
 
-    def step(self, starts: Sequence[Start] = ()) -> list[EndedRollout]:
+    def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
         """Have vLLM start rollouts and make one more step; the rollouts known to have ended.
 
         Raises WorkerDied when vLLM's process ended, failed, or did not answer within the deadline.
@@ -221,7 +221,7 @@ class VllmEngine:
         self._weights.close()
         self.tensors = {}
 
-    def _begin(self, start: Start) -> dict[str, Any]:
+    def _begin(self, start: PromptStart) -> dict[str, Any]:
         """Note the rollouts of a prompt, and the request that starts them."""
         sampling = start.sampling if start.sampling is not None else self.sampling
         stop = start.stop if start.stop is not None else self._stop

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.engine.results import Row, Start
+from operators.engine.results import PromptStart, Row
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 
@@ -16,7 +16,7 @@ from operators.engine.stop_strings import StopStrings
 class Live:
     """A rollout that vLLM decodes."""
 
-    start: Start
+    start: PromptStart
     ticket: int
     age: int
     seed: int

@@ -18,7 +18,7 @@ from typing import IO, Any
 from dataflow.errors import RunError, WorkerDied
 from dataflow.system.child import end, ended_within, started
 from operators.engine.vllm.keeper import END
-from operators.engine.vllm.wire import Connection
+from operators.engine.vllm.wire import ServerStream
 from operators.models.errors import ModelError
 
 PYTHON = "DATAFLOW_VLLM_PYTHON"
@@ -75,7 +75,7 @@ def environment_of(python: str, threads: int, device: str, base: Mapping[str, st
     return {"VLLM_LOGGING_LEVEL": "WARNING", **kept, **asked}
 
 
-class Process:
+class ServerProcess:
     """A running server and the stream to it. It ends with this process, as all that it has started does: `keeper`, in
     between, sees to that, whatever state the server is in. They are of this process's group: stopped and let go on
     with it.
@@ -90,7 +90,7 @@ class Process:
                 [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), *command], end=theirs, keep=files,
                 environment=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        self._connection = Connection(ours)
+        self._connection = ServerStream(ours)
         self._end = weakref.finalize(self, _end, self._child, self._connection, self._log)
 
     @property
@@ -148,7 +148,7 @@ class Process:
         return words or "(nothing)"
 
 
-def _end(child: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes], connection: ServerStream, log: IO[bytes]) -> None:
     connection.close()
     log.close()
     if not ended_within(child, END_S):

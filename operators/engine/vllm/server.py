@@ -24,10 +24,10 @@ import numpy as np
 
 if TYPE_CHECKING:
     from operators.engine.vllm.shared import unpack_handle
-    from operators.engine.vllm.wire import Connection
+    from operators.engine.vllm.wire import ServerStream
 else:
     from shared import unpack_handle
-    from wire import Connection
+    from wire import ServerStream
 
 LOOK_S = 1.0
 """Between two looks whether the parent is still there."""
@@ -186,7 +186,7 @@ def _room(config: Any, slots: int, context: int) -> int:
     return int(token * page * (slots * -(-context // page) + 1))
 
 
-def receive(connection: Connection, parent: int) -> dict[str, Any]:
+def receive(connection: ServerStream, parent: int) -> dict[str, Any]:
     """The next request, however long it takes. Raises ConnectionError when the parent is gone."""
     while True:
         try:
@@ -196,7 +196,7 @@ def receive(connection: Connection, parent: int) -> dict[str, Any]:
                 raise ConnectionError("the parent has died") from None
 
 
-def serve(connection: Connection, parent: int) -> None:
+def serve(connection: ServerStream, parent: int) -> None:
     """Answer requests. Raises ConnectionError at the end of the stream."""
     server = Server(receive(connection, parent))
     ready = {"op": "ready", "vllm": sys.modules["vllm"].__version__, "platform": server.platform}
@@ -210,7 +210,7 @@ def serve(connection: Connection, parent: int) -> None:
 
 def main() -> int:
     """Serve on the socket whose number is the first argument; the exit code."""
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    connection = ServerStream(socket.socket(fileno=int(sys.argv[1])))
     try:
         serve(connection, os.getppid())
     except ConnectionError:

@@ -36,7 +36,7 @@ MOST_BYTES = 1 << 30
 """Of one message: a longer one is not ours."""
 
 
-class Connection:
+class ServerStream:
     """One end of the stream; used by one thread."""
 
     def __init__(self, end: socket.socket) -> None:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from .tester import Link
+    from .tester import CandidateClient
 
-    Judge = Callable[[bytes, Link], None]
+    Judge = Callable[[bytes, CandidateClient], None]
     Work = Callable[[], None]
 
 HEAD = struct.Struct("<cI")
@@ -62,14 +62,14 @@ def main() -> None:
             os.lseek(0, size, os.SEEK_CUR)
             _write_outcome(False, f"no time was left ({limits['total_s']:g} s for all tests)", b"")
             continue
-        run = Run(limits, deadline)
+        run = SandboxRun(limits, deadline)
         if kind == SCRIPT:
             _write_outcome(*run.script(source, size))
         else:
             _write_outcome(*run.test(source, size, _JUDGES[kind]))
 
 
-class Run:
+class SandboxRun:
     """The processes of one test."""
 
     def __init__(self, limits: dict[str, Any], deadline: float) -> None:

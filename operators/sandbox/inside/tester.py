@@ -46,7 +46,7 @@ _SHOWN = 80
 class Remote:
     """What a call of the candidate returned that is no plain value: calls, attributes and items are asked for there."""
 
-    def __init__(self, link: Link, number: int) -> None:
+    def __init__(self, link: CandidateClient, number: int) -> None:
         self._link, self._number = link, number
 
     def __call__(self, *arguments: Any, **names: Any) -> Any:
@@ -93,7 +93,7 @@ class Named(Remote):
     __hash__ = object.__hash__
 
 
-class Link:
+class CandidateClient:
     """Requests to the candidate's process, one at a time."""
 
     def __init__(self, requests: int, replies: int) -> None:
@@ -114,18 +114,20 @@ class Link:
         return {name: Named(self, number) for name, number in found.items() if name in names}
 
 
-def run_test(judge: Callable[[bytes, Link], None], test: bytes, requests: int, replies: int, note: int) -> None:
+def run_test(
+    judge: Callable[[bytes, CandidateClient], None], test: bytes, requests: int, replies: int, note: int
+) -> None:
     """Judge by a test and end this process with status 0 if it passed; why it did not is written to `note`."""
     sys.set_int_max_str_digits(0)
     try:
-        judge(test, Link(requests, replies))
+        judge(test, CandidateClient(requests, replies))
     except BaseException as error:
         os.write(note, _told(error, test).encode("utf-8", "replace")[:500])
         os._exit(1)
     os._exit(0)
 
 
-def check(test: bytes, link: Link) -> None:
+def check(test: bytes, link: CandidateClient) -> None:
     """Run Python text, whose names are its own, the standard library's, or the candidate's; raises where it fails."""
     text = test.decode()
     code = compile(text, "test.py", "exec", dont_inherit=True)
@@ -135,7 +137,7 @@ def check(test: bytes, link: Link) -> None:
     exec(code, {**link.named(names - modules), **LITERALS, **own, "__name__": "test"})
 
 
-def call(test: bytes, link: Link) -> None:
+def call(test: bytes, link: CandidateClient) -> None:
     """Call a function with arguments and compare what it returns; raises where it is another value.
 
     test: encoded [name, arguments, wanted], all of it plain data.
@@ -183,7 +185,7 @@ def _is_equal(found: Any, wanted: Any) -> bool:
     return is_nan or bool(found == wanted)
 
 
-def _function(link: Link, name: str) -> Any:
+def _function(link: CandidateClient, name: str) -> Any:
     """The candidate's function of that name, or the method of its class Solution."""
     found = link.named({name, "Solution"})
     if name in found:

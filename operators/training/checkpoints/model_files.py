@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dataflow.model_files import INDEX
-from operators.models.slices import WEIGHTS, Part, narrowed, overlap
+from operators.models.slices import WEIGHTS, FileTensor, narrowed, overlap
 from operators.models.tensor_files import StoredTensor, laid_out, write_part
 from operators.training.checkpoints.shards import TensorPart, explained
 
@@ -24,7 +24,7 @@ MOST_BYTES = 5 << 30
 """Of a file; a larger tensor has one of its own."""
 
 
-_AS_IT_IS: Sequence[Part | None] = [None]
+_AS_IT_IS: Sequence[FileTensor | None] = [None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelFiles:
 
     @classmethod
     def of(
-        cls, folder: Path, tensors: Mapping[str, Any], cut: Mapping[str, Sequence[Part]], name: str = WEIGHTS,
+        cls, folder: Path, tensors: Mapping[str, Any], cut: Mapping[str, Sequence[FileTensor]], name: str = WEIGHTS,
         called_by: Callable[[str], str] = str,
     ) -> ModelFiles:  # fmt: skip
         """tensors: by name, of which only (full) shapes and dtypes are read. cut: as `slices.saved_as`. called_by: the

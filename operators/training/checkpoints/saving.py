@@ -12,7 +12,7 @@ from typing import Any
 from dataflow.errors import RunError, Unusable
 from dataflow.folder import retention
 from dataflow.folder.checkpoints import TEMPORARY, Checkpoints
-from dataflow.folder.copies.copier import Copier
+from dataflow.folder.copies.copier import CheckpointCopier
 from dataflow.folder.ledger import BaseLedger, LedgerError
 from dataflow.runtime import Context
 from dataflow.system.files import RunFolderError, disk
@@ -78,7 +78,7 @@ class CheckpointSaver:
     """What it is that makes a temporary checkpoint due."""
     every: int | None = None
     """Steps between those that stay."""
-    copier: Copier | None = None
+    copier: CheckpointCopier | None = None
     """Takes committed checkpoints to the run's address, where it has one."""
     _finished_at: float | None = None
     """When the last checkpoint was written."""
@@ -131,7 +131,7 @@ class CheckpointSaver:
         if context.copies is None or context.folder is None or context.ledger is None:
             return
         checkpoints = context.folder.checkpoints_of(context.own_folder)
-        self.copier = Copier(
+        self.copier = CheckpointCopier(
             context.copies, trainer=context.own_folder or "", folder=checkpoints.folder, pack=context.ledger.pack,
             log=context.log, node=context.node, told_s=context.limits.copy_s,
         )  # fmt: skip

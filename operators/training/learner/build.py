@@ -13,7 +13,7 @@ from operators.models.loading import load_adapted, load_model
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.critic import Critic
 from operators.training.learner.learner import Forward, Learner
-from operators.training.learner.memory import Parked, prepare
+from operators.training.learner.memory import OffloadedLearner, prepare
 from operators.training.learner.optimizer import adamw
 from operators.training.learner.policy import Policy
 
@@ -65,7 +65,7 @@ def learner_of(
         whiten=trainer.whiten,
         seed=seed,
     )  # fmt: skip
-    learner.parked = Parked(learner, aside) if trainer.offload or aside is not None else None
+    learner.parked = OffloadedLearner(learner, aside) if trainer.offload or aside is not None else None
     return learner
 
 

@@ -20,7 +20,7 @@ from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.weight_ends import WeightsOut
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
-from operators.training.learner.memory import Parked
+from operators.training.learner.memory import OffloadedLearner
 from operators.training.learner.nonfinite import NotFinite, not_finite
 from operators.training.learner.packing import Array, TokenTree, pack, split
 from operators.training.learner.refreshed import Refreshed, settle
@@ -90,7 +90,7 @@ class Learner:
     """The run's. A loss that draws random numbers draws the same ones in a step that is made again: what torch draws
     is a function of it and of the step, so that no state of a generator has to be kept."""
     together: Together = field(default_factory=Alone)
-    parked: Parked | None = None
+    parked: OffloadedLearner | None = None
     """Takes what it does not need off its device, where the trainer offloads; see `memory`."""
     writers: dict[int, WeightsOut] = field(default_factory=dict)
     """This rank's ends of the weight planes, by line as `offered` counts them."""

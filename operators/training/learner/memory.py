@@ -97,7 +97,7 @@ class Parking(Protocol):
     parameters: dict[str, Tensor]
     """Those that are trained."""
     optimizer: torch.optim.Optimizer
-    parked: Parked | None
+    parked: OffloadedLearner | None
     writers: dict[int, Any]
     refreshed: list[Refreshed]
 
@@ -106,7 +106,7 @@ class Parking(Protocol):
         """The model."""
 
 
-class Parked:
+class OffloadedLearner:
     """A learner whose device is for others between its steps, and whose moments are there for the update alone.
 
     Nothing is copied beside a forward or backward pass: that is when the device is fullest.
@@ -142,13 +142,13 @@ class Parked:
 
 
 def bring(*, learner: Parking, rank: int, ranks: int, moments: bool) -> None:
-    """`Parked.bring`, for `Learner.everywhere`."""
+    """`OffloadedLearner.bring`, for `Learner.everywhere`."""
     assert learner.parked is not None, "the trainer offloads"
     learner.parked.bring(moments=moments)
 
 
 def rest(*, learner: Parking, rank: int, ranks: int, weights: bool) -> None:
-    """`Parked.rest`, for `Learner.everywhere`."""
+    """`OffloadedLearner.rest`, for `Learner.everywhere`."""
     assert learner.parked is not None, "the trainer offloads"
     learner.parked.rest(weights=weights)
 

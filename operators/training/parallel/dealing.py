@@ -25,7 +25,7 @@ computes common prefixes more often."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class DealtRollouts:
     """Rollouts that stay together."""
 
     first: int
@@ -61,17 +61,17 @@ def deal(
     return [[] for _ in range(ranks)]
 
 
-def units(tokens_S: Array, offsets: Array, groups_R: Array) -> list[Unit]:
+def units(tokens_S: Array, offsets: Array, groups_R: Array) -> list[DealtRollouts]:
     """The groups, and what each costs."""
     rollouts = len(groups_R)
     starts = np.flatnonzero(np.r_[True, groups_R[1:] != groups_R[:-1]]).tolist() if rollouts else []
     return [
-        Unit(first, last, cost(tokens_S, offsets, first, last))
+        DealtRollouts(first, last, cost(tokens_S, offsets, first, last))
         for first, last in itertools.pairwise([*starts, rollouts])
     ]
 
 
-def pieces(tokens_S: Array, offsets: Array, unit: Unit, share: int, limit: int) -> list[Unit]:
+def pieces(tokens_S: Array, offsets: Array, unit: DealtRollouts, share: int, limit: int) -> list[DealtRollouts]:
     """A unit above `share` tokens in as many pieces of neighbouring rollouts, of like size; those that are above
     `limit` in more, where they are not one rollout."""
     rollouts = unit.last - unit.first
@@ -82,7 +82,7 @@ def pieces(tokens_S: Array, offsets: Array, unit: Unit, share: int, limit: int) 
     marks = np.searchsorted(ends, np.arange(1, count) * ends[-1] / count).clip(1, rollouts - 1)
     found = []
     for first, last in itertools.pairwise(np.unique([unit.first, *(unit.first + marks), unit.last]).tolist()):
-        part = Unit(first, last, cost(tokens_S, offsets, first, last))
+        part = DealtRollouts(first, last, cost(tokens_S, offsets, first, last))
         found += [part] if part.cost <= limit else pieces(tokens_S, offsets, part, limit, limit)
     return found
 
@@ -109,7 +109,7 @@ def fill(costs: Sequence[int], bins: int) -> list[list[int]]:
     return found
 
 
-def _rollouts(together: Sequence[Unit]) -> Array:
+def _rollouts(together: Sequence[DealtRollouts]) -> Array:
     """Those of some units, in order."""
     parts = [np.arange(unit.first, unit.last) for unit in sorted(together, key=lambda unit: unit.first)]
     return np.concatenate([np.zeros(0, np.int64), *parts])

@@ -15,7 +15,16 @@ from operators.ranks.messages import Close
 from operators.training.learner.learner import Learner
 from operators.training.learner.packing import Array
 from operators.training.parallel.lead import in_order
-from operators.training.parallel.messages import Begin, Call, End, Micro, Open, Publish, Result, function_of
+from operators.training.parallel.messages import (
+    BeginStep,
+    CallFunction,
+    CallResult,
+    EndStep,
+    Micro,
+    Open,
+    Publish,
+    function_of,
+)
 
 POLL_S = 0.02
 """How often a rank that waits for a message looks after its end of the weight plane."""
@@ -61,22 +70,22 @@ class RankFollower:
     def _apply(self, message: Any) -> None:
         learner = self._learner
         match message:
-            case Begin():
+            case BeginStep():
                 learner.open(message.rows.rows(), message.scale.array, message.version)
                 self._parts = in_order(message.counts)
             case Micro():
                 learner.micro(self._parts.pop(0))
-            case End():
+            case EndStep():
                 if learner.end(message.learning_rate).culprit is not None:
                     self._channel.send(learner.findings())
             case Open():
                 learner.writers[message.line] = self._opens(message.sites, message.line, learner)
             case Publish():
                 learner.writers[message.line].publish(message.version, learner.offered(message.line))
-            case Call():
+            case CallFunction():
                 call = function_of(message.function)
                 result = call(learner=learner, rank=self._rank, ranks=self._ranks, **message.arguments)
-                self._channel.send(Result(result))
+                self._channel.send(CallResult(result))
             case other:
                 raise RunError(f"rank {self._rank} was told {other!r}, which it does not know")
 

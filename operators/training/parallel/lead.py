@@ -22,14 +22,14 @@ from operators.training.learner.rows import StepRows
 from operators.training.parallel.dealing import deal
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, data_rank, placed
 from operators.training.parallel.messages import (
-    Begin,
-    Call,
-    End,
+    BeginStep,
+    CallFunction,
+    CallResult,
+    EndStep,
     Micro,
     Open,
     Publish,
-    Result,
-    Rows,
+    RowsMessage,
     chosen,
 )
 
@@ -77,7 +77,7 @@ class LedLearner(Learner):
         """Update the weights on all ranks, or on none; what was not finite is named wherever it was found."""
         self.unread()
         with self._exchange.together(f"the end of step {self._steps}"):
-            self._exchange.tell(End(learning_rate))
+            self._exchange.tell(EndStep(learning_rate))
             outcome = super().end(learning_rate)
             if outcome.culprit is None:
                 return outcome
@@ -108,9 +108,9 @@ class LedLearner(Learner):
     def everywhere(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """As `Learner.everywhere`, on every rank at once; what each answers, rank by rank."""
         with self._exchange.together(f"{function.__name__}"):
-            self._exchange.tell(Call.of(function, arguments))
+            self._exchange.tell(CallFunction.of(function, arguments))
             own = function(learner=self, rank=0, ranks=self.ranks, **arguments)
-            others = self._exchange.answers(Result, self._exchange.team.limits.checkpoint_s)
+            others = self._exchange.answers(CallResult, self._exchange.team.limits.checkpoint_s)
             return [own, *(each.value for each in others)]
 
     def close(self) -> None:
@@ -128,10 +128,10 @@ class RankShare:
     parts: list[Array]
     """Its micro-batches, as indices into its rows."""
 
-    def message(self, version: int) -> Begin:
+    def message(self, version: int) -> BeginStep:
         """What its ranks are told."""
         counts = tuple(len(part) for part in self.parts)
-        return Begin(version, Rows.of(self.rows), Numbers.of(self.scale_R), counts)
+        return BeginStep(version, RowsMessage.of(self.rows), Numbers.of(self.scale_R), counts)
 
 
 def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare]:

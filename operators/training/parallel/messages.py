@@ -28,7 +28,7 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsMessage:
     """Rows of a step, as `StepRows`."""
 
     tokens: Tokens
@@ -37,7 +37,7 @@ class Rows:
     columns_S: Mapping[str, Numbers]
 
     @classmethod
-    def of(cls, rows: StepRows) -> Rows:
+    def of(cls, rows: StepRows) -> RowsMessage:
         """The message of rows."""
         return cls(
             Tokens.of(rows.tokens),
@@ -57,11 +57,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Begin:
+class BeginStep:
     """Your share of a step; a micro-batch is as many of the rows as `counts` says, one after the other."""
 
     version: int
-    rows: Rows
+    rows: RowsMessage
     scale: Numbers
     counts: tuple[int, ...]
 
@@ -72,7 +72,7 @@ class Micro:
 
 
 @dataclass(frozen=True)
-class End:
+class EndStep:
     """Update the weights."""
 
     learning_rate: float
@@ -97,7 +97,7 @@ class Publish:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallFunction:
     """Call a function; all ranks are forks of one process, and have it."""
 
     function: str
@@ -106,7 +106,7 @@ class Call:
     values: Mapping[str, Plain]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Call:
+    def of(cls, function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallFunction:
         """The call of a module's function with plain values and paths."""
         paths = {name: str(value) for name, value in arguments.items() if isinstance(value, Path)}
         return cls(name_of(function), paths, {name: each for name, each in arguments.items() if name not in paths})
@@ -121,13 +121,13 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Result:
+class CallResult:
     """What the function returned."""
 
     value: Plain
 
 
-CODEC = codec_of("trainer-ranks", Join, Begin, Micro, End, Open, Publish, Call, NotFinite, Result)
+CODEC = codec_of("trainer-ranks", Join, BeginStep, Micro, EndStep, Open, Publish, CallFunction, NotFinite, CallResult)
 
 
 def chosen(rows: StepRows, rollouts: Array) -> StepRows:

@@ -16,9 +16,9 @@ from dataflow.agent.agent import Agent
 from dataflow.agent.digest import built, other_program, program_files, versions
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.forkserver_messages import End, Stay
-from dataflow.agent.line import Line
 from dataflow.agent.messages import Join
 from dataflow.agent.rendezvous import Rendezvous
+from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.agent.silence import UNBEGUN_S, over
 from dataflow.errors import RunError
 from dataflow.history.launch import Launch
@@ -89,7 +89,7 @@ def test_an_address_is_that_of_an_interface_or_of_the_way_to_the_scheduler() -> 
 def test_a_line_that_nobody_answers_says_so() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
-        line = Line(f"tcp://127.0.0.1:{taken.getsockname()[1]}", RunKeys.make(), "h1/1")
+        line = SchedulerSocket(f"tcp://127.0.0.1:{taken.getsockname()[1]}", RunKeys.make(), "h1/1")
         assert line.heard() == [] and line.trouble == "nobody answers there"
         line.close()
 

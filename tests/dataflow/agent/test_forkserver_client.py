@@ -184,7 +184,7 @@ def left_behind(
     if scheduler == 0:
         os.setpgid(0, 0)
         client = ForkserverClient(
-            lambda settings: time.sleep(settings["s"]) or 5, {}, lambda: None, door=str(tmp_path / "door"), **more
+            lambda settings: time.sleep(settings["s"]) or 5, {}, lambda: None, takeover=str(tmp_path / "door"), **more
         )
         pids = []
         for name, seconds in (("a", 60), ("b", 0.5)):
@@ -252,7 +252,7 @@ def test_a_successor_that_is_forked_is_replaced_when_it_ends_and_not_for_ever(tm
             tries.write("x")
         return 1
 
-    pids = left_behind(tmp_path, 1.0, successor=succeed)
+    pids = left_behind(tmp_path, 1.0, standby=succeed)
     wait_until(lambda: not any(map(alive, pids)), deadline_s=10.0)
     assert (tmp_path / "tries").read_text() == "xxx"
 
@@ -295,7 +295,7 @@ def test_a_pause_lets_workers_and_what_they_started_stand_still_and_is_no_news(t
 
 
 def took_over(tmp_path: Path) -> Callable[[], int]:
-    """What a successor runs: it takes the workers, says so, and gives signs of life."""
+    """What the next scheduler runs: it takes the workers, says so, and gives signs of life."""
 
     def succeed() -> int:
         taken = TakenOverForkserver(str(tmp_path / "door"))
@@ -315,7 +315,7 @@ def read(path: Path) -> list[str]:
 
 def test_a_scheduler_that_is_stopped_is_replaced_where_there_is_a_successor_and_so_is_that_one(tmp_path: Path) -> None:
     pids = left_behind(
-        tmp_path, 60.0, number=signal.SIGSTOP, silent_s=0.2, successor=took_over(tmp_path)
+        tmp_path, 60.0, number=signal.SIGSTOP, silent_s=0.2, standby=took_over(tmp_path)
     )  # fmt: skip
     first, lives, workers = read(tmp_path / "taken-1")
     assert (lives, workers) == ("True", "2") and all(alive(pid) for pid in pids[:2])
@@ -338,9 +338,9 @@ def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_s
     """The clock is the test's: years go by."""
     now = [0.0]
     ours, theirs = (Channel(each, CODEC, 5.0) for each in socket.socketpair())
-    door = socket.socket(socket.AF_UNIX)
+    takeover = socket.socket(socket.AF_UNIX)
     server = Forkserver(
-        theirs, door, lambda settings: 0, lambda: None, lambda: None, (lambda: 0) if has_successor else None,
+        theirs, takeover, lambda settings: 0, lambda: None, lambda: None, (lambda: 0) if has_successor else None,
         clock=lambda: now[0],
     )  # fmt: skip
     if stays:
@@ -362,7 +362,7 @@ def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_s
         assert not server._listen(0.0) and server.control is theirs, "what it was paused is no silence"
         hours_pass()
         assert server.control is None and ours.receive(5.0) == TakenAway()
-    for each in (ours, theirs, door):
+    for each in (ours, theirs, takeover):
         each.close()
 
 

@@ -6,21 +6,21 @@ import pytest
 from rigs.cable import Cable
 from rigs.machine import wait_until
 
-from dataflow.agent.forkserver_messages import Alive, Kill
-from dataflow.agent.line import Line
+from dataflow.agent.forkserver_messages import Alive, SendSignal
 from dataflow.agent.messages import Failed
+from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.system.security import RunKeys
 from transport import numbered
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentsSocket, Cable, Line]]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentsSocket, Cable, SchedulerSocket]]:
     monkeypatch.setattr(numbered, "AGAIN_S", 0.1)
     keys = RunKeys.make()
     scheduler = AgentsSocket("127.0.0.1", keys)
     cable = Cable(scheduler.address)
-    line = Line(cable.address, keys, "h1/1")
+    line = SchedulerSocket(cable.address, keys, "h1/1")
     yield scheduler, cable, line
     line.close()
     cable.close()
@@ -28,7 +28,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentsSocket, Cable,
 
 
 def test_nothing_is_lost_or_said_twice_when_a_connection_is_replaced(
-    ends: tuple[AgentsSocket, Cable, Line],
+    ends: tuple[AgentsSocket, Cable, SchedulerSocket],
 ) -> None:
     scheduler, cable, line = ends
     by_agent: list[str] = []
@@ -37,7 +37,7 @@ def test_nothing_is_lost_or_said_twice_when_a_connection_is_replaced(
     def turn() -> None:
         line.say(Alive())
         found = line.heard()
-        by_scheduler.extend(each.number for each in found if isinstance(each, Kill))
+        by_scheduler.extend(each.number for each in found if isinstance(each, SendSignal))
         messages = scheduler.received(print)
         by_agent.extend(message.error for _, message in messages if isinstance(message, Failed))
         scheduler.send(b"h1/1", Alive())
@@ -45,7 +45,7 @@ def test_nothing_is_lost_or_said_twice_when_a_connection_is_replaced(
     def exchange(numbers: range) -> None:
         for number in numbers:
             line.say(Failed(str(number)))
-            scheduler.send(b"h1/1", Kill("a-0", number))
+            scheduler.send(b"h1/1", SendSignal("a-0", number))
 
     def have(count: int) -> bool:
         turn()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.agent.last_words import LastWords, leave, take_back
-from dataflow.agent.reach import Door, check_reach, unreached
+from dataflow.agent.reach import ReachPort, check_reach, unreached
 from dataflow.errors import RunError
 
 NOWHERE = "192.0.2.1|9"
@@ -14,7 +14,7 @@ NOWHERE = "192.0.2.1|9"
 
 
 def test_hosts_that_others_do_not_reach_are_named_with_their_address_and_why() -> None:
-    door, many = Door("127.0.0.1"), [Door("127.0.0.1") for _ in range(3)]
+    door, many = ReachPort("127.0.0.1"), [ReachPort("127.0.0.1") for _ in range(3)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"127.0.0.1|{server.getsockname()[1]}"
     try:
@@ -33,7 +33,7 @@ def test_hosts_that_others_do_not_reach_are_named_with_their_address_and_why() -
 
 
 def test_very_many_hosts_are_reached_though_few_files_may_be_open() -> None:
-    door = Door("127.0.0.1")
+    door = ReachPort("127.0.0.1")
     try:
         assert unreached({f"h{number}": door.place for number in range(500)}) == {}
     finally:
@@ -42,7 +42,7 @@ def test_very_many_hosts_are_reached_though_few_files_may_be_open() -> None:
 
 def test_a_host_that_cannot_listen_at_its_address_says_so() -> None:
     with pytest.raises(RunError, match=r"to be reached at 192\.0\.2\.1, but cannot listen there"):
-        Door("192.0.2.1")
+        ReachPort("192.0.2.1")
 
 
 def test_what_an_agent_says_last_is_told_once_and_what_stood_there_before_is_not(tmp_path: Path) -> None:

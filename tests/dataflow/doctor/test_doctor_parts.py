@@ -29,7 +29,7 @@ from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.table import Life
 from dataflow.system import processes, stacks
 from dataflow.system.processes import machine
-from dataflow.system.stacks import Frame, Thread
+from dataflow.system.stacks import StackFrame, Thread
 from dataflow.worker.host import Settings
 
 # States from heartbeats
@@ -109,8 +109,8 @@ def test_stacks_show_where_every_other_thread_is() -> None:
 
 def test_the_short_form_leaves_installed_packages_out_unless_there_is_nothing_else() -> None:
     ours, theirs = (
-        Frame(file="/a/run.py", line=1, function="f"),
-        Frame(file="/x/site-packages/y.py", line=2, function="g"),
+        StackFrame(file="/a/run.py", line=1, function="f"),
+        StackFrame(file="/x/site-packages/y.py", line=2, function="g"),
     )
     assert stacks.own(Thread(name="t", frames=(ours, theirs))) == (ours,)
     assert stacks.own(Thread(name="t", frames=(theirs,))) == (theirs,)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.doctor.facts import Awaited, Edge, Facts, Feedback, Node, Worker
+from dataflow.doctor.facts import Awaited, EdgeFacts, Facts, FeedbackFacts, Node, WorkerFacts
 from dataflow.doctor.verdict import verdict
 from dataflow.doctor.waiting import ends, seconds, trouble, waits
 from dataflow.system.processes import Process
@@ -15,8 +15,8 @@ PATHS = {"prompts": [("prompts", "generator"), ("generator", "reward"), ("reward
 KINDS = {"prompts": "source", "held_out": "source", "trainer": "sink", "eval": "sink"}
 
 
-def worker(name: str, *nodes: str, proc: str = "S", **knobs: Any) -> Worker:
-    return Worker(name=name, nodes=nodes, process=Process(pid=100 + len(name), state=proc), **knobs)
+def worker(name: str, *nodes: str, proc: str = "S", **knobs: Any) -> WorkerFacts:
+    return WorkerFacts(name=name, nodes=nodes, process=Process(pid=100 + len(name), state=proc), **knobs)
 
 
 def run(*, edges: dict[tuple[str, str], tuple[int, int]] | None = None, **changes: Any) -> Facts:
@@ -27,11 +27,13 @@ def run(*, edges: dict[tuple[str, str], tuple[int, int]] | None = None, **change
         nodes[name] = Node(name=name, kind=KINDS.get(name, "operator"), **plain)
     known = edges or {}
     found = [
-        Edge(producer=a, consumer=b, source=source, depth=known.get((a, b), (0, 64))[0], capacity=64)
+        EdgeFacts(producer=a, consumer=b, source=source, depth=known.get((a, b), (0, 64))[0], capacity=64)
         for source, pairs in PATHS.items() for a, b in pairs
     ]  # fmt: skip
     plain = {"still_s": 40.0, "on_demand": ("held_out",), "leading": ("trainer",), **changes}
-    return Facts(nodes=nodes, edges=tuple(found), feedbacks=(Feedback(trainer="trainer", reader="generator"),), **plain)
+    return Facts(
+        nodes=nodes, edges=tuple(found), feedbacks=(FeedbackFacts(trainer="trainer", reader="generator"),), **plain
+    )
 
 
 def pairs(facts: Facts) -> set[tuple[str, str]]:

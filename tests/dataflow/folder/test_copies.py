@@ -14,7 +14,7 @@ from rigs.machine import wait_until
 from dataflow.errors import RunError
 from dataflow.folder.checkpoints import MARKER, TEMPORARY, Checkpoints
 from dataflow.folder.copies.address import Address, CopyError, checked, joined
-from dataflow.folder.copies.copier import Copier, Waiting
+from dataflow.folder.copies.copier import CheckpointCopier, CopyQueue
 from dataflow.folder.copies.finding import choose
 from dataflow.folder.copies.parts import Copies, TakenUp, claim, claims, parts
 from dataflow.folder.copies.store import LEDGER, Store
@@ -65,9 +65,9 @@ def commit(checkpoints: Checkpoints, step: int, *, temporary: bool = False) -> P
 
 
 @pytest.fixture
-def copier(address: Address, checkpoints: Checkpoints, ledger: Ledger) -> Callable[..., Copier]:
-    def make(copies: Copies | None = None, last: int = 1000, **how: Any) -> Copier:
-        made = Copier(
+def copier(address: Address, checkpoints: Checkpoints, ledger: Ledger) -> Callable[..., CheckpointCopier]:
+    def make(copies: Copies | None = None, last: int = 1000, **how: Any) -> CheckpointCopier:
+        made = CheckpointCopier(
             copies or claim(address, address.text, "run", [""], None), trainer="", folder=checkpoints.folder,
             pack=ledger.pack, log=how.pop("log", Log()), node="trainer", open_address=lambda text: address,
             again_s=0.01, **how,
@@ -83,12 +83,12 @@ def store(address: Address, part: int = 1) -> Store:
     return Store(address.below("run").below(f"part-{part:06d}"))
 
 
-def idle(copier: Copier) -> None:
+def idle(copier: CheckpointCopier) -> None:
     wait_until(lambda: copier.is_idle, 10.0, "the copies")
 
 
 def test_the_newest_waits_before_the_others_and_a_temporary_one_only_while_it_is_the_newest() -> None:
-    waiting = Waiting()
+    waiting = CopyQueue()
     for step, is_temporary in ((2, False), (3, True), (4, True), (6, False), (7, True)):
         waiting.add(step, is_temporary=is_temporary)
     taken = []
@@ -102,7 +102,11 @@ def test_the_newest_waits_before_the_others_and_a_temporary_one_only_while_it_is
 
 
 def test_the_marker_is_written_last_and_says_what_stands_there(
-    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier], tmp_path: Path
+    address: Address,
+    weather: Weather,
+    checkpoints: Checkpoints,
+    copier: Callable[..., CheckpointCopier],
+    tmp_path: Path,
 ) -> None:
     commit(checkpoints, 5)
     made = copier()
@@ -119,7 +123,7 @@ def test_the_marker_is_written_last_and_says_what_stands_there(
 
 @pytest.mark.parametrize("after", [0, BYTES - 1, BYTES, 2 * BYTES + 10])
 def test_an_upload_that_is_cut_off_is_no_checkpoint_and_is_made_again(
-    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier], after: int
+    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier], after: int
 ) -> None:
     commit(checkpoints, 4)
     made = copier()
@@ -136,7 +140,7 @@ def test_an_upload_that_is_cut_off_is_no_checkpoint_and_is_made_again(
 
 
 def test_an_address_that_is_down_for_a_while_loses_nothing_and_is_told_of_once(
-    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier]
+    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
 ) -> None:
     log = Log()
     made = copier(log=log)
@@ -156,7 +160,7 @@ def test_an_address_that_is_down_for_a_while_loses_nothing_and_is_told_of_once(
 
 
 def test_temporary_copies_go_with_the_next_and_what_is_copied_stays_in_the_folder_until_then(
-    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier]
+    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
     at_end(go_on.set)
@@ -188,7 +192,7 @@ def test_temporary_copies_go_with_the_next_and_what_is_copied_stays_in_the_folde
 
 
 def test_a_checkpoint_that_was_taken_back_leaves_the_address_before_another_has_its_number(
-    address: Address, checkpoints: Checkpoints, copier: Callable[..., Copier]
+    address: Address, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
 ) -> None:
     copies = claim(address, address.text, "run", [""], None)
     for step in (2, 8):
@@ -203,7 +207,7 @@ def test_a_checkpoint_that_was_taken_back_leaves_the_address_before_another_has_
 
 
 def test_who_finds_a_newer_part_copies_nothing_more(
-    address: Address, checkpoints: Checkpoints, copier: Callable[..., Copier]
+    address: Address, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
 ) -> None:
     made = copier()
     commit(checkpoints, 2)
@@ -217,7 +221,7 @@ def test_who_finds_a_newer_part_copies_nothing_more(
 
 
 def test_a_part_clears_those_before_it_once_a_run_could_go_on_from_it(
-    address: Address, checkpoints: Checkpoints, copier: Callable[..., Copier]
+    address: Address, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
 ) -> None:
     first = copier()
     for step, temporary in ((2, False), (3, True)):
@@ -306,7 +310,7 @@ def test_a_run_goes_on_from_the_newest_part_that_all_trainers_can_go_on_from(
 
 
 def test_a_copier_that_is_closed_stops_in_the_midst_of_a_copy(
-    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., Copier]
+    address: Address, weather: Weather, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
 ) -> None:
     commit(checkpoints, 2)
     weather.before = lambda name: time.sleep(0.05) if "step" in name else None
@@ -318,7 +322,7 @@ def test_a_copier_that_is_closed_stops_in_the_midst_of_a_copy(
 
 
 def test_a_ledger_that_cannot_be_packed_makes_no_copy(
-    address: Address, checkpoints: Checkpoints, copier: Callable[..., Copier]
+    address: Address, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
 ) -> None:
     made = copier()
 
@@ -352,7 +356,11 @@ def test_what_follows_a_question_mark_stays_at_the_end_of_an_address() -> None:
 
 
 def test_a_host_that_dies_in_the_midst_of_a_copy_leaves_the_one_before(
-    address: Address, weather: Weather, checkpoints: Checkpoints, ledger: Ledger, copier: Callable[..., Copier]
+    address: Address,
+    weather: Weather,
+    checkpoints: Checkpoints,
+    ledger: Ledger,
+    copier: Callable[..., CheckpointCopier],
 ) -> None:
     copies = claim(address, address.text, "run", [""], None)
     for step in (2, 3):

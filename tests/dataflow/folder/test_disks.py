@@ -15,7 +15,7 @@ from dataflow.folder.disks import reading
 from dataflow.folder.disks.bringing import Bringing
 from dataflow.folder.disks.disks import Disks
 from dataflow.folder.disks.fetching import HostPeer, fetch, listed
-from dataflow.folder.disks.messages import Answer, CannotRead, Chunk, Listed, ListFiles, ReadFile
+from dataflow.folder.disks.messages import Answer, CannotRead, FileChunk, Listed, ListFiles, ReadFile
 from dataflow.folder.disks.reading import answer
 from dataflow.folder.disks.server import FileServer
 from dataflow.folder.ledger import Ledger
@@ -24,7 +24,7 @@ from dataflow.folder.ledger.questions import LeastReturn, ListPlaces
 from dataflow.folder.ledger.upkeep import AddPlace, SetPlace
 from dataflow.folder.ledger.writers import Token
 from dataflow.folder.ledger_service.handler import RequestHandler
-from dataflow.folder.ledger_service.messages import Ask, Join, PutInPlace, Refused, Told
+from dataflow.folder.ledger_service.messages import Join, PutInPlace, Query, QueryResult, Refused
 from dataflow.folder.placing import Placing
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import RunFolderError
@@ -112,17 +112,17 @@ def test_a_replaced_attempt_places_nothing_on_its_own_disk_that_counts(home: Pat
     old, new = Token("trainer-0", 1, 0, 7), Token("trainer-0", 1, 1, 8)
     asks = PutInPlace(".step-000003.old", STEP_3, None, "c")
     for token in (old, new):
-        handler.hear(Ask(token, 1, 0, Join()))
-    refused = handler.hear(Ask(old, 2, 0, asks))
+        handler.hear(Query(token, 1, 0, Join()))
+    refused = handler.hear(Query(old, 2, 0, asks))
     assert isinstance(refused, Refused) and refused.error == Replaced.__name__
     assert ledger.do(ListPlaces("")) == {}
-    assert isinstance(handler.hear(Ask(new, 2, 0, asks)), Told)
+    assert isinstance(handler.hear(Query(new, 2, 0, asks)), QueryResult)
     assert ledger.do(ListPlaces("")) == {STEP_3: ["c"]} and not (home / STEP_3).exists()
     put(home / "written", "here")
-    handler.hear(Ask(new, 3, 0, PutInPlace("written", "rollouts-3", None)))
+    handler.hear(Query(new, 3, 0, PutInPlace("written", "rollouts-3", None)))
     put(home / "written", "here")
     (home / "rollouts").mkdir()
-    handler.hear(Ask(new, 4, 0, PutInPlace("written", STEP_3, None)))
+    handler.hear(Query(new, 4, 0, PutInPlace("written", STEP_3, None)))
     assert ledger.do(ListPlaces("")) == {} and (home / STEP_3).read_text() == "here"
 
 
@@ -187,7 +187,7 @@ def test_a_file_that_is_replaced_while_a_chunk_is_read_is_not_taken_for_the_new_
     monkeypatch.setattr(Path, "open", replaced)
     read = ReadFile("rollouts/a", 0)
     old, new = answer(tmp_path, read), answer(tmp_path, read)
-    assert isinstance(old, Chunk) and isinstance(new, Chunk)
+    assert isinstance(old, FileChunk) and isinstance(new, FileChunk)
     assert (old.data, new.data) == (b"old ", b"new ") and old.stamp != new.stamp
 
 

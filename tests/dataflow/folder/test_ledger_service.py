@@ -26,16 +26,16 @@ from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
 from dataflow.folder.ledger_service.messages import (
     TO_LEDGER,
-    Ask,
     Asked,
     Behind,
     Join,
     Pack,
+    Query,
+    QueryResult,
     ReadPacked,
     Record,
     Recorded,
     Refused,
-    Told,
 )
 from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.ledger_service.service import LedgerService
@@ -239,7 +239,7 @@ def handler(path: Path) -> Iterator[RequestHandler]:
     with Ledger.open(path) as ledger:
         made = RequestHandler(ledger)
         for each in (token(worker="prompts-0"), token()):
-            made.hear(Ask(each, 1, 0, Join()))
+            made.hear(Query(each, 1, 0, Join()))
         made.hear(Record(token(worker="prompts-0"), 1, 0, Issue("prompts", [(g, str(g)) for g in range(8)])))
         yield made
 
@@ -249,8 +249,8 @@ def commit(number: int, trained: list[int]) -> CommitStep:
 
 
 def last(handler: RequestHandler, who: Token) -> object:
-    said = handler.hear(Ask(who, 5, 0, LastStep("trainer")))
-    return said.result.value if isinstance(said, Told) else said
+    said = handler.hear(Query(who, 5, 0, LastStep("trainer")))
+    return said.result.value if isinstance(said, QueryResult) else said
 
 
 def test_a_write_that_is_asked_for_again_is_made_once_and_is_no_conflict(handler: RequestHandler) -> None:
@@ -290,7 +290,7 @@ def test_what_is_said_again_of_an_earlier_write_hides_no_refusal_of_a_later_one(
 
 def test_writes_are_made_in_their_order_though_some_get_lost(handler: RequestHandler) -> None:
     assert handler.hear(Record(token(), 2, 0, commit(2, [1]))) == Behind(1)
-    assert handler.hear(Ask(token(), 9, 1, LastStep("trainer"))) == Behind(1)
+    assert handler.hear(Query(token(), 9, 1, LastStep("trainer"))) == Behind(1)
     assert handler.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
     assert handler.hear(Record(token(), 2, 0, commit(2, [1]))) == Recorded(2)
 
@@ -298,13 +298,13 @@ def test_writes_are_made_in_their_order_though_some_get_lost(handler: RequestHan
 def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(handler: RequestHandler, path: Path) -> None:
     assert handler.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
     newer = token(attempt=1, session=2)
-    handler.hear(Ask(newer, 1, 0, Join()))
+    handler.hear(Query(newer, 1, 0, Join()))
     assert last(handler, newer) == 1
     with Ledger.open(path) as again:
         for each in (handler, RequestHandler(again)):
             for late in (
                 Record(token(), 2, 1, commit(2, [1])), Record(token(), 1, 0, commit(1, [0])),
-                Ask(token(), 3, 0, Join()), Ask(token(), 4, 0, LastStep("trainer")),
+                Query(token(), 3, 0, Join()), Query(token(), 4, 0, LastStep("trainer")),
             ):  # fmt: skip
                 said = each.hear(late)
                 assert isinstance(said, Refused) and said.error == "Replaced", late
@@ -315,7 +315,7 @@ def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(handler: R
 
 @pytest.mark.parametrize("newer", [token(session=2), token(holder=1), token(attempt=1)])
 def test_of_a_worker_one_process_writes(handler: RequestHandler, newer: Token) -> None:
-    handler.hear(Ask(newer, 1, 0, Join()))
+    handler.hear(Query(newer, 1, 0, Join()))
     said = handler.hear(Record(token(), 1, 0, commit(1, [0])))
     assert isinstance(said, Refused) and said.error == "Replaced"
 
@@ -324,10 +324,10 @@ def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(handler:
     with Ledger.open(path) as again:
         RequestHandler(again, floor=1)
         resumed = RequestHandler(again)
-        for late in (Record(token(), 1, 0, commit(1, [0])), Ask(token(attempt=9), 1, 0, Join())):
+        for late in (Record(token(), 1, 0, commit(1, [0])), Query(token(attempt=9), 1, 0, Join())):
             said = resumed.hear(late)
             assert isinstance(said, Refused) and said.error == "Replaced"
-        assert resumed.hear(Ask(token(holder=1), 1, 0, Join())) == Told(1, Value(None))
+        assert resumed.hear(Query(token(holder=1), 1, 0, Join())) == QueryResult(1, Value(None))
 
 
 def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None
 
     with Ledger.open(path) as ledger:
         handler = RequestHandler(ledger, holds=holds)
-        handler.hear(Ask(token(), 1, 0, Join()))
+        handler.hear(Query(token(), 1, 0, Join()))
         held[0] = False
         with pytest.raises(Replaced):
             handler.hear(Record(token(), 1, 0, Issue("prompts", [(0, "a")])))
@@ -362,10 +362,10 @@ def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(handler: Reques
         patch.setattr(handler, "flush", lambda: answered.append(bool(asking.poll(50))))
         turn(Record(token(), 1, 0, commit(1, [0])))
         assert answered == [False]
-        turn(Ask(token(), 1, 1, LastStep("trainer")))
+        turn(Query(token(), 1, 1, LastStep("trainer")))
         turn(Record(token(), 2, 1, Advance("prompts", [1], "scored")))
         assert answered == [False], "nobody waits for these"
-        turn(Ask(token(attempt=1, session=9), 1, 0, Join()))
+        turn(Query(token(attempt=1, session=9), 1, 0, Join()))
         assert answered == [False, False]
 
 
@@ -504,12 +504,12 @@ def test_a_copy_that_is_asked_for_again_is_the_same(path: Path, monkeypatch: pyt
         at_end(handler.close)
 
         def ask(ticket: int, what: Any) -> Any:
-            answer = handler.hear(Ask(token, ticket, 0, what))
+            answer = handler.hear(Query(token, ticket, 0, what))
             assert isinstance(answer, Deferred)
             told = answer.answer()
-            return told.result.value if isinstance(told, Told) else told
+            return told.result.value if isinstance(told, QueryResult) else told
 
-        handler.hear(Ask(token, 1, 0, Join()))
+        handler.hear(Query(token, 1, 0, Join()))
         assert isinstance(ask(2, ReadPacked(0)), Refused)
         size = ask(3, Pack())
         before = ask(4, ReadPacked(0))

@@ -55,7 +55,7 @@ class Wires:
 
 
 class FakeLine:
-    """In the place of `Line`: time passes while somebody listens."""
+    """In the place of `ServiceSocket`: time passes while somebody listens."""
 
     address = "fake"
 
@@ -104,7 +104,7 @@ class Histories(RuleBasedStateMachine):
 
     def client(self, worker: str) -> clients.LedgerClient:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clients, "Line", lambda *_: FakeLine(self.wires))
+            patch.setattr(clients, "ServiceSocket", lambda *_: FakeLine(self.wires))
             return clients.LedgerClient(
                 self.folder / "served.db", "fake", worker=worker, attempt=self.attempts[worker],
                 patience_s=1e6, clock=lambda: self.wires.now,

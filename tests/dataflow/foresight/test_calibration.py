@@ -12,12 +12,12 @@ from dataflow.errors import GraphError
 from dataflow.foresight.calibration import calibrate, described, read_constants, to_plain
 from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import Replica
+from dataflow.foresight.generation import GeneratorReplica
 from dataflow.foresight.least_squares import non_negative
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Rates
 from dataflow.foresight.scenarios import exchanges_of
-from dataflow.foresight.seen import Decoded, Seen, Stretch
+from dataflow.foresight.seen import ActivitySpan, Decoded, SeenRun
 from dataflow.foresight.training import BACKWARD, Learners
 from transport.weights.costs.decoder import Decoder
 
@@ -49,10 +49,10 @@ def made_run(
     threads: int = 1,
     true: Rates = TRUE,
     learns: Rates = LEARNS,
-) -> Seen:
+) -> SeenRun:
     """A run whose operators took exactly what these rates say."""
     cpu = device_kind("cpu")
-    replica = Replica(model=model, kind=cpu, dtype="float32", tensor_parallel=ranks)
+    replica = GeneratorReplica(model=model, kind=cpu, dtype="float32", tensor_parallel=ranks)
     learners = Learners(model=model, kind=cpu, ranks=ranks, dtype="float32")
     rollouts, stretches = GROUP * prompts, []
     for number in range(1, 7):
@@ -63,7 +63,7 @@ def made_run(
         prefill = model.forward(number * prompts * PROMPT, PROMPT / 2) / (ranks * cpu.rate("float32") * true.compute)
         busy = decode + prefill + number * rollouts * true.end_s
         stretches.append(
-            Stretch(seconds=10.0, busy_s=busy, steps=steps, tokens=tokens, rows_in=0,
+            ActivitySpan(seconds=10.0, busy_s=busy, steps=steps, tokens=tokens, rows_in=0,
                     rows_out=number * rollouts)
         )  # fmt: skip
     each = 0.5 * (mean + PROMPT / GROUP)
@@ -73,16 +73,16 @@ def made_run(
     passes_s = passes + computed * learns.token_s + exchanges_of(learners) * learns.exchange_s
     step_s = passes_s + once_s
     trained = [
-        Stretch(seconds=10.0, busy_s=n * step_s, steps=n, tokens=0, rows_in=n * rollouts, rows_out=0)
+        ActivitySpan(seconds=10.0, busy_s=n * step_s, steps=n, tokens=0, rows_in=n * rollouts, rows_out=0)
         for n in range(5, 11)
     ]
-    scored = [Stretch(seconds=10.0, busy_s=0.5, steps=0, tokens=0, rows_in=1000, rows_out=1000)]
+    scored = [ActivitySpan(seconds=10.0, busy_s=0.5, steps=0, tokens=0, rows_in=1000, rows_out=1000)]
     line: dict[str, Any] = {
         "rollouts": rollouts, "groups": prompts, "completion_tokens_mean": mean, "staleness_mean": 0.0,
         "computed_tokens": computed, "seconds_forward_backward": passes_s,
         "seconds_optimizer": once_s / 4, "seconds_record": once_s / 2, "seconds_publish": once_s / 4,
     }  # fmt: skip
-    return Seen(
+    return SeenRun(
         path=Path(name), generator="generator", trainer="trainer", model=model, max_staleness=0, group_size=GROUP,
         placed={
             node: {"ranks": ranks, "replicas": 1, "gpus": gpus, "threads": threads}
@@ -112,11 +112,11 @@ def test_runs_of_several_sizes_give_back_the_constants_that_made_them() -> None:
 def test_a_run_whose_batch_empties_tells_the_seconds_of_a_step_from_those_of_a_rollout() -> None:
     model = sized(2, 128)
     replica, run = (
-        Replica(model=model, kind=device_kind("cpu"), dtype="float32"),
+        GeneratorReplica(model=model, kind=device_kind("cpu"), dtype="float32"),
         made_run(sized(2, 128), mean=8.0, batch=50.0, name="a"),
     )
 
-    def emptying(stretch: Stretch) -> Stretch:
+    def emptying(stretch: ActivitySpan) -> ActivitySpan:
         """With 400 more steps of 2, 20 and 200 rollouts each."""
         sizes = [
             Decoded(steps=400.0, rollouts=400.0 * batch,
@@ -157,7 +157,7 @@ def test_processes_with_more_threads_have_constants_of_their_own() -> None:
     """Products are faster with them, and a small step is not."""
     faster, learns = replace(TRUE, step_s=3e-3, compute=0.4), replace(LEARNS, step_s=0.03, compute=0.15)
 
-    def runs(**how: Any) -> list[Seen]:
+    def runs(**how: Any) -> list[SeenRun]:
         return [
             made_run(sized(layers, width), mean=mean, batch=batch, prompts=prompts, name=f"{layers}", **how)
             for layers, width, mean, batch, prompts in SHAPES

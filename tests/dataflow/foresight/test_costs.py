@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import CATALOGUE, device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import Replica, generate, stragglers, sustain
+from dataflow.foresight.generation import GeneratorReplica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED
@@ -109,12 +109,12 @@ def test_a_mean_that_cannot_be_had_is_refused(mean: float, most: float) -> None:
 
 
 EIGHT = counts(NAMED["llama-8b"])
-ON_H100 = Replica(model=EIGHT, kind=CATALOGUE["H100"])
+ON_H100 = GeneratorReplica(model=EIGHT, kind=CATALOGUE["H100"])
 LENGTHS = Lengths.drawn(500, 2000)
 
 
 def test_a_model_that_leaves_no_room_is_refused_with_the_numbers() -> None:
-    large = Replica(model=counts(NAMED["llama-405b"]), kind=CATALOGUE["H100"], tensor_parallel=8)
+    large = GeneratorReplica(model=counts(NAMED["llama-405b"]), kind=CATALOGUE["H100"], tensor_parallel=8)
     with pytest.raises(GraphError, match=r"a model of 812 GB leaves no room .* on 8 x H100 of 80 GB; give it more"):
         large.at_once(1000, ASSUMED)
 

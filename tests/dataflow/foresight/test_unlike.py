@@ -12,7 +12,7 @@ from dataflow import Graph, GraphError, Model, main, plan
 from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.choice.candidates import Candidate, candidates, seats
 from dataflow.foresight.choice.gains import changes
-from dataflow.foresight.choice.learners import Step, best_learner, learners
+from dataflow.foresight.choice.learners import LearnerStep, best_learner, learners
 from dataflow.foresight.choice.search import choose, foreseen_of
 from dataflow.foresight.counts import counts_of
 from dataflow.foresight.foresee import foresee
@@ -184,7 +184,7 @@ def test_a_trainers_ranks_share_its_model_out_as_fits_and_is_fastest(model: Mode
     ways = learners(trainer, hosts)
     assert ways[0] == {} and {"tensor_parallel": 8} in ways and {"dp_replicate": 8} in ways
     assert {"tensor_parallel": 2, "dp_replicate": 32} in ways and {"tensor_parallel": 2, "dp_replicate": 64} not in ways
-    step = Step(rollouts=4096.0, tokens=650.0, rates=ASSUMED)
+    step = LearnerStep(rollouts=4096.0, tokens=650.0, rates=ASSUMED)
     assert best_learner(made, trainer, ways, hosts, 64, step) == {}
     whole = replace(trainer, dp_replicate=64)
     assert best_learner(made, whole, learners(whole, hosts), hosts, 64, step) == {"dp_replicate": 1}
@@ -194,7 +194,7 @@ def test_a_trainers_ranks_share_its_model_out_as_fits_and_is_fastest(model: Mode
     wide = replace(trainer, gradient_checkpointing=False, micro_batch_tokens=1 << 15)
     assert best_learner(made, wide, learners(wide, hosts), hosts, 64, step)["tensor_parallel"] > 1
     assert best_learner(made, trainer, ways, hosts, 7, step) == {}
-    few = Step(rollouts=64.0, tokens=100.0, rates=replace(ASSUMED, compute=1.0))
+    few = LearnerStep(rollouts=64.0, tokens=100.0, rates=replace(ASSUMED, compute=1.0))
     slow = read_devices("64xA100").hosts
     assert best_learner(made, trainer, learners(trainer, slow), slow, 64, few)["tensor_parallel"] > 1
     refused = Candidate(gpus={"generator": 8, "trainer": 56}, learner={"dp_replicate": 3})

@@ -17,7 +17,7 @@ from dataflow.folder.run_folder import RunFolder, surviving
 from dataflow.folder.run_lock import FILE, UnderWay, held
 from dataflow.history.describe import graph_facts
 from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
-from dataflow.history.resume import CUT_OFF, Recorded, check_end, differences, go_on_with, take_up
+from dataflow.history.resume import CUT_OFF, RecordedRun, check_end, differences, go_on_with, take_up
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.system.files import RunFolderError
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
@@ -43,7 +43,7 @@ def test_a_run_that_has_made_its_steps_is_refused_unless_it_is_given_more(tmp_pa
     result = finished(tmp_path)
     with pytest.raises(RunError, match="is finished: it has made its 3 steps; give it more, as in --steps 6"):
         resumed(result)
-    check_end("run", Recorded.read(RunFolder.open(result.folder)), 4, {"trainer": 3})
+    check_end("run", RecordedRun.read(RunFolder.open(result.folder)), 4, {"trainer": 3})
 
 
 def test_a_run_whose_prompts_ended_is_refused_however_many_steps_it_is_given(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_an_evaluation_that_was_cut_off_is_dropped_with_that_reason_and_the_last
         ledger.issue("prompts", [(group, str(group)) for group in range(8)])
         ledger.commit_round("eval", 10, {"held_out": range(4)})
         ledger.commit_step("trainer", 1, version=1, source="prompts", trained=range(4))
-    begun = take_up(folder, graph, Recorded(graph={}, config={}, times={"seconds": 7.0}), None)
+    begun = take_up(folder, graph, RecordedRun(graph={}, config={}, times={"seconds": 7.0}), None)
     assert (begun.steps, begun.rounds, begun.seconds) == ({"trainer": 1}, {"eval": 10}, 7.0)
     with Ledger.open(folder.ledger, readonly=True) as ledger:
         assert ledger.counts("eval").dropped == {CUT_OFF: 2}
@@ -243,7 +243,7 @@ def test_what_later_processes_would_overwrite_gets_another_name(tmp_path: Path) 
     for part in (1, 2):
         (folder.finished("generator") / "0-0-0.prompts.arrows").write_text(f"part {part}")
         folder.trace.write_text(f"part {part}")
-        take_up(folder, graph, Recorded(graph={}, config={"resumed": [{}] * (part - 1)}, times={}), None)
+        take_up(folder, graph, RecordedRun(graph={}, config={"resumed": [{}] * (part - 1)}, times={}), None)
     names = sorted(path.name for path in folder.finished("generator").iterdir())
     assert names == ["0-part1-0-0.prompts.arrows", "0-part2-0-0.prompts.arrows"]
     assert [(folder.path / f"trace-{part}.json").read_text() for part in (1, 2)] == ["part 1", "part 2"]

@@ -11,7 +11,7 @@ from rigs.launchers.joining import JOIN
 
 from dataflow.errors import DeadlineError, GraphError, RunError
 from dataflow.launchers.bootstrap import SECRET, SECRET_FILE, BootstrapServer, ask, secret_keys
-from dataflow.launchers.torchrun import Ranks
+from dataflow.launchers.torchrun import LaunchRanks
 from dataflow.system.security import RunKeys
 
 ONE, OTHER = (secret_keys({SECRET: letter * 32}) for letter in "ab")
@@ -98,9 +98,9 @@ RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT"
 
 
 def test_the_environment_says_which_place_a_process_has() -> None:
-    found = Ranks.of(RANK)
-    assert found == Ranks(rank=1, hosts=4, leads_host=True, master="10.0.0.1", port=29501)
-    on_two = Ranks.of({**RANK, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    found = LaunchRanks.of(RANK)
+    assert found == LaunchRanks(rank=1, hosts=4, leads_host=True, master="10.0.0.1", port=29501)
+    on_two = LaunchRanks.of({**RANK, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert on_two == dataclasses.replace(found, hosts=2, leads_host=False)
 
 
@@ -116,4 +116,4 @@ def test_the_environment_says_which_place_a_process_has() -> None:
 )
 def test_an_environment_that_cannot_be_is_refused(change: dict[str, str], said: str) -> None:
     with pytest.raises(GraphError, match=said):
-        Ranks.of({**RANK, **change})
+        LaunchRanks.of({**RANK, **change})

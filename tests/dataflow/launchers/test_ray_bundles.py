@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dataflow.errors import GraphError
-from dataflow.launchers.ray_bundles import Asked, asked, cannot_be_had, host_name
+from dataflow.launchers.ray_bundles import BundleRequest, asked, cannot_be_had, host_name
 
 
 def node(name: str, *, machine: str = "", alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -21,20 +21,24 @@ NODES = [HEAD, A, B, DEAD]
 
 
 def test_all_hosts_with_a_core_are_asked_for_and_each_for_what_the_smallest_has() -> None:
-    assert asked(NODES, resources={}) == Asked(hosts=2, bundle={"CPU": 8.0, "GPU": 8.0})
+    assert asked(NODES, resources={}) == BundleRequest(hosts=2, bundle={"CPU": 8.0, "GPU": 8.0})
 
 
 def test_the_largest_hosts_are_asked_for_where_not_all_are_wanted() -> None:
-    assert asked(NODES, hosts=1, gpus=0, resources={}) == Asked(hosts=1, bundle={"CPU": 16.0})
+    assert asked(NODES, hosts=1, gpus=0, resources={}) == BundleRequest(hosts=1, bundle={"CPU": 16.0})
 
 
 def test_hosts_without_what_is_named_do_not_count() -> None:
     rack = node("d", CPU=2, GPU=1, rack=1)
-    assert asked([*NODES, rack], resources={"rack": 1}) == Asked(hosts=1, bundle={"CPU": 2.0, "GPU": 1.0, "rack": 1.0})
+    assert asked([*NODES, rack], resources={"rack": 1}) == BundleRequest(
+        hosts=1, bundle={"CPU": 2.0, "GPU": 1.0, "rack": 1.0}
+    )
 
 
 def test_hosts_that_are_yet_to_come_can_be_asked_for_by_number_and_cores() -> None:
-    assert asked([HEAD], hosts=4, cpus=16, gpus=8, resources={}) == Asked(hosts=4, bundle={"CPU": 16.0, "GPU": 8.0})
+    assert asked([HEAD], hosts=4, cpus=16, gpus=8, resources={}) == BundleRequest(
+        hosts=4, bundle={"CPU": 16.0, "GPU": 8.0}
+    )
 
 
 @pytest.mark.parametrize("wish", [{"hosts": 4}, {"cpus": 32}, {"gpus": 9}, {"resources": {"rack": 1}}])
@@ -49,7 +53,7 @@ def test_what_no_host_has_is_refused_with_what_there_is(wish: dict[str, Any]) ->
 
 def test_a_placement_that_cannot_be_had_says_what_was_asked_and_what_there_is() -> None:
     free = {each["NodeID"]: each["Resources"] for each in NODES} | {A["NodeID"]: {"GPU": 0.0}}
-    said = cannot_be_had(Asked(hosts=3, bundle={"CPU": 8}), [A, B, DEAD], free, 60)
+    said = cannot_be_had(BundleRequest(hosts=3, bundle={"CPU": 8}), [A, B, DEAD], free, 60)
     assert said.startswith(
         "Ray did not find 3 hosts with 8 CPU each within 60 s; there are 2 hosts: "
         "'a' with 16 CPU, 8 GPU (nothing free); 'b' with 8 CPU, 8 GPU (8 CPU, 8 GPU free); "

@@ -37,7 +37,7 @@ class Narrow(FakeGenerator):
     """A generator that takes its weights as int8."""
 
     @property
-    def narrow(self) -> str | None:
+    def quantized(self) -> str | None:
         return "int8"
 
 

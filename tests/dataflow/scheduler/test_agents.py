@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from dataflow.agent.digest import versions
-from dataflow.agent.forkserver_messages import Alive, End, Handed, Kill, Notice, Spawn, Stay
-from dataflow.agent.line import Line
+from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, SendSignal, Spawn, Stay
 from dataflow.agent.messages import Begin, Built, Bye, Failed, HandedOver, HandOver, Join, Pause, Paused, Refused
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
+from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.host_agent import HostAgent, Questions
@@ -35,7 +35,7 @@ class PlayedAgent:
     """Speaks for a host."""
 
     def __init__(self, agents: Agents, name: str, keys: RunKeys = KEYS, **facts: Any) -> None:
-        self.line = Line(agents.address, keys, f"{name}/{id(self)}")
+        self.line = SchedulerSocket(agents.address, keys, f"{name}/{id(self)}")
         self.said: list[Any] = []
         self.join = dataclasses.replace(JOIN, name=name, **facts)
         self.line.say(self.join)
@@ -122,10 +122,10 @@ def test_a_worker_is_asked_for_on_its_host_and_events_come_from_there(agents: Ag
         }  # fmt: skip
         agents.spawn("w-0", settings("h2"), heavy=True, keeps=True)
         agents.kill("w-0", signal.SIGTERM)
-        until(agents, lambda: second.heard(Spawn) and second.heard(Kill))
+        until(agents, lambda: second.heard(Spawn) and second.heard(SendSignal))
         assert second.heard(Spawn) == [Spawn("w-0", settings("h2"), heavy=True, keeps=True)]
-        assert second.heard(Kill) == [Kill("w-0", signal.SIGTERM)]
-        assert not first.heard(Spawn) and not first.heard(Kill)
+        assert second.heard(SendSignal) == [SendSignal("w-0", signal.SIGTERM)]
+        assert not first.heard(Spawn) and not first.heard(SendSignal)
         second.say(Notice("exited", "w-0", 12, -9))
         found = told_of(agents, "exited")
         (told,) = [each for each in found if each["event"] == "exited"]
@@ -271,8 +271,8 @@ def test_a_host_that_is_cleared_is_told_when_its_workers_have_ended(agents: Agen
         agent.hands_over(agents, Handed("a-0", 5, settings("h1"), None, alive=True))
         found = told_of(agents, "joined")
         agents.clear("h1")
-        until(agents, lambda: agent.heard(Kill))
-        assert agent.heard(Kill) == [Kill("a-0", signal.SIGKILL)]
+        until(agents, lambda: agent.heard(SendSignal))
+        assert agent.heard(SendSignal) == [SendSignal("a-0", signal.SIGKILL)]
         agent.say(Notice("exited", "a-0", 5, -9))
         found = told_of(agents, "joined")
         assert next(each["processes"] for each in found if each["event"] == "joined") == {}

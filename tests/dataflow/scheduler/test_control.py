@@ -20,8 +20,8 @@ from dataflow.planning.plan import plan
 from dataflow.scheduler import control
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.control_server import Client
-from dataflow.scheduler.events import Launch
-from dataflow.scheduler.progress import Watch
+from dataflow.scheduler.events import RunBegins
+from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.requests import TellFacts
 from dataflow.scheduler.table import Life
 from dataflow.system.messages import MessageError
@@ -420,7 +420,7 @@ def test_light_workers_are_asked_for_before_those_that_wait_for_torch(play: Any)
 
 def test_a_worker_that_dies_before_all_were_ready_once_ends_the_run(play: Any) -> None:
     run = play()
-    run.run._apply(Launch())
+    run.run._apply(RunBegins())
     run.exits("generator-0")
     with pytest.raises(WorkerDied, match=r"'generator-0' \(generator\) died \(SIGKILL\) .*logs/generator-0\.log"):
         run.turn()
@@ -429,7 +429,7 @@ def test_a_worker_that_dies_before_all_were_ready_once_ends_the_run(play: Any) -
 
 def test_a_worker_that_fails_before_all_were_ready_once_ends_the_run_with_its_reason(play: Any) -> None:
     run = play()
-    run.run._apply(Launch())
+    run.run._apply(RunBegins())
     run.say("generator-0", Failed, message="no such model")
     with pytest.raises(RunError, match="worker 'generator-0' failed: no such model"):
         run.turn()
@@ -547,7 +547,7 @@ def mutated(rng: np.random.Generator, value: Any) -> Any:
 
 def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:
     run, rng, heard = play().begin(), np.random.default_rng(14), 0
-    watch = Watch(run.run.table.graph, run.run.table.plan, RunFolder(run.folder), 10, lambda: run.now)
+    watch = ProgressWatch(run.run.table.graph, run.run.table.plan, RunFolder(run.folder), 10, lambda: run.now)
     for _ in range(800):
         node = ("trainer", "generator", "eval", "prompts")[int(rng.integers(4))]
         messages: list[FromWorker] = [

@@ -15,7 +15,7 @@ import zmq
 from dataflow.scheduler.control_server import Client, ControlServer
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Scale, Scaled, TellFacts
 from dataflow.system.messages import MessageError
-from dataflow.worker.link import Link
+from dataflow.worker.link import SchedulerLink
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Bye, Heard, Heartbeat, Hello, NodeReport, Stop, ToWorker
 
 DEADLINE_S = 30.0
@@ -178,7 +178,7 @@ def test_a_worker_hears_messages_through_junk(dealer: Callable[..., "zmq.Socket[
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{Path(folder) / 'c'}"
         router.bind(address)
-        link = Link(address, "trainer-0", orphaned=lambda: None)
+        link = SchedulerLink(address, "trainer-0", orphaned=lambda: None)
         link.start()
         assert router.poll(int(DEADLINE_S * 1000))
         peer = router.recv_multipart()[0]

@@ -27,7 +27,7 @@ DEADLINE_S = 10.0
 class PlayedForkserver:
     """A forkserver that has one living worker to give."""
 
-    def __init__(self, door: str) -> None:
+    def __init__(self, takeover: str) -> None:
         self.handed: list[dict[str, Any]] = [
             {"name": "prompts-0", "alive": True, "pid": 1, "status": None, "settings": {"attempt": 0, "keys": {}}}
         ]

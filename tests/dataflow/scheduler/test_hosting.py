@@ -12,7 +12,7 @@ from dataflow.errors import DataflowError, DeadlineError, RunError, WorkerDied
 from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices, Host
 from dataflow.scheduler import events, seating
-from dataflow.scheduler.events import Clear, Command, FaultNoticed, HostHeard, HostJoined, HostLost, Send, Spawn
+from dataflow.scheduler.events import Clear, Command, FaultNoticed, HostHeard, HostJoined, HostLost, Send, StartWorker
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life, Membership, Table
 from dataflow.system.files import to_json
@@ -74,16 +74,16 @@ class Run:
 
 
 def spawned(commands: list[Command]) -> list[str]:
-    return [command.name for command in commands if isinstance(command, Spawn)]
+    return [command.name for command in commands if isinstance(command, StartWorker)]
 
 
 def error(commands: list[Command]) -> DataflowError:
-    (found,) = [command.error for command in commands if isinstance(command, events.End)]
+    (found,) = [command.error for command in commands if isinstance(command, events.EndRun)]
     return found
 
 
 def told(commands: list[Command]) -> str:
-    return "\n".join(command.text for command in commands if isinstance(command, events.Notice))
+    return "\n".join(command.text for command in commands if isinstance(command, events.NotifyUser))
 
 
 def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_where_there_is_room_as_soon_as_that_is() -> None:
@@ -135,7 +135,7 @@ def test_a_lost_host_that_is_back_ends_what_it_has_before_anything_is_started_th
     run = Run()
     run.take(HostLost("b", "has ended its agent"))
     run.tick(0.0, "a")
-    kept = {"generator-1": events.Process(0, 5, True, None)}
+    kept = {"generator-1": events.KeptProcess(0, 5, True, None)}
     assert run.take(HostJoined(B, kept)) == [Clear("b")]
     assert spawned(run.tick(1.0, "a", "b")) == [], "though it is heard"
     assert told(run.take(HostJoined(B))) == "host 'b' is back"
@@ -201,8 +201,8 @@ def test_the_next_scheduler_meets_the_workers_of_a_host_when_its_agent_joins_and
     run.table.take_up(left)
     run.table.begun = True
     assert spawned(run.take(events.TakeOver({}))) == []
-    kept = {name: events.Process(0, 5, True, None) for name, host in SITS.items() if host == "a"}
-    kept["generator-0"] = events.Process(0, 5, False, -9)
+    kept = {name: events.KeptProcess(0, 5, True, None) for name, host in SITS.items() if host == "a"}
+    kept["generator-0"] = events.KeptProcess(0, 5, False, -9)
     found = run.take(HostJoined(A, kept))
     assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-0"]
     assert Start() in run.table.workers["trainer-0"].deferred, "what it may have missed"
@@ -221,14 +221,14 @@ def test_a_wish_that_came_before_any_host_was_met_is_fulfilled_when_they_are() -
     run.take(events.TakeOver({}))
     assert spawned(run.take(events.Wish({"generator": 3}))) == []
     for host in (A, B, C):
-        kept = {name: events.Process(0, 5, True, None) for name, where in SITS.items() if where == host.name}
+        kept = {name: events.KeptProcess(0, 5, True, None) for name, where in SITS.items() if where == host.name}
         assert spawned(run.take(HostJoined(host, kept))) == []
     assert spawned(run.tick(1.0, "a", "b", "c")) == ["generator-2"]
 
 
 def test_an_agent_that_finds_its_scheduler_again_tells_of_ends_that_nobody_heard_of() -> None:
     run = Run()
-    kept = {"generator-1": events.Process(0, 5, False, -9), "stage-0": events.Process(0, 6, True, None)}
+    kept = {"generator-1": events.KeptProcess(0, 5, False, -9), "stage-0": events.KeptProcess(0, 6, True, None)}
     found = run.take(HostJoined(B, kept))
     assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-1"]
     assert run.table.workers["stage-0"].life is Life.READY
@@ -266,11 +266,13 @@ def test_who_keeps_what_no_other_host_sees_waits_for_its_own_and_others_go_elsew
     run.table.hosts["c"].is_met = True
     commands = run.take(HostLost("a", "has ended its agent"))
     commands += run.tick(2.0, "b", "c")
-    spawned = {command.name: run.table.workers[command.name].host for command in commands if isinstance(command, Spawn)}
+    spawned = {
+        command.name: run.table.workers[command.name].host for command in commands if isinstance(command, StartWorker)
+    }
     assert spawned.keys() == {"prompts-0", "reward-0", "generator-0"} and set(spawned.values()) <= {"b", "c"}
-    told = " ".join(each.text for each in commands if isinstance(each, events.Notice))
+    told = " ".join(each.text for each in commands if isinstance(each, events.NotifyUser))
     assert "'trainer-0' keeps on host 'a' what no other sees, and nothing else can go on with that" in told
-    ends = [each.error for each in run.tick(LIMITS.host_s + 2, "b", "c") if isinstance(each, events.End)]
+    ends = [each.error for each in run.tick(LIMITS.host_s + 2, "b", "c") if isinstance(each, events.EndRun)]
     assert isinstance(ends[0], DeadlineError) and "what no other sees" in str(ends[0])
 
 
@@ -285,7 +287,7 @@ def test_a_host_that_is_back_and_sees_another_folder_than_before_gets_nothing() 
     run = Run()
     run.take(HostLost("b", "has ended its agent"))
     commands = run.take(HostJoined(dataclasses.replace(B, own_folder=True)))
-    assert [each.text for each in commands if isinstance(each, events.Notice)] == [
+    assert [each.text for each in commands if isinstance(each, events.NotifyUser)] == [
         "host 'b' is back and does not see the run folder, other than before; nothing is started there: let it see "
         "what it saw, or give it another name"
     ]

@@ -11,7 +11,7 @@ from dataflow import Graph, Model
 from dataflow.folder.run_folder import RunFolder
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
-from dataflow.scheduler.progress import Watch
+from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
@@ -27,7 +27,7 @@ class Scene:
         made = plan(graph, Devices(cpus=2), gpus=gpus)
         self.now = 0.0
         self.folder = RunFolder.create(folder, "test")
-        self.watch = Watch(graph, made, self.folder, 10, clock=lambda: self.now)
+        self.watch = ProgressWatch(graph, made, self.folder, 10, clock=lambda: self.now)
         self.run = RunStateMachine(graph, made)
         self.run.start()
 

@@ -21,17 +21,17 @@ from dataflow.scheduler.events import (
     Command,
     FaultNoticed,
     FaultRecovered,
-    Notice,
+    NotifyUser,
     ProcessEvent,
     Received,
     Send,
-    Spawn,
+    StartWorker,
     TakeOver,
     Tick,
     Wish,
 )
 from dataflow.scheduler.events import (
-    Process as Kept,
+    KeptProcess as Kept,
 )
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life, Membership, Table
@@ -116,7 +116,7 @@ class Played:
             if record.restart_at is not None:
                 record.restart_at = 0.0 if record.name == name else 1e9
         (spawned,) = reduce(self.table, Tick(), 0.0)
-        assert isinstance(spawned, Spawn) and spawned.name == name
+        assert isinstance(spawned, StartWorker) and spawned.name == name
         return dict(spawned.senders or {})
 
     def leaves(self, name: str) -> bool:
@@ -178,7 +178,7 @@ def ticket(command: Command) -> int:
 def test_a_join_forks_waits_for_hello_and_for_everybody_downstream_then_wires_starts_and_tells_upstream() -> None:
     played = begun()
     forked, expect = played.scale({"generator": 2})
-    assert forked == Spawn(name="generator-1", senders={"prompts>generator:prompts": 1})
+    assert forked == StartWorker(name="generator-1", senders={"prompts>generator:prompts": 1})
     assert expect == Send("stage-0", Expect(senders={"generator>stage:prompts": 2}, ticket=ticket(expect)))
     assert played.hello("generator-1", {"prompts>generator:prompts": "at-generator-1"}) == []
     (wire,) = played.confirmed(ticket(expect))
@@ -186,7 +186,7 @@ def test_a_join_forks_waits_for_hello_and_for_everybody_downstream_then_wires_st
     start, add, told = played.ready("generator-1")
     assert start == Send("generator-1", Start())
     assert add == Send("prompts-0", AddReceivers(receivers={"prompts>generator:prompts": "at-generator-1"}))
-    assert told == Notice("'generator-1' has joined with 1 thread")
+    assert told == NotifyUser("'generator-1' has joined with 1 thread")
     assert settled(played.table) and played.replicas("generator") == {"joining": 0, "live": 2, "leaving": 0}
 
 
@@ -230,7 +230,7 @@ def test_a_leaver_is_stopped_when_it_has_nothing_left_and_upstream_knows_it() ->
         assert not played.leaves("generator-1")
         assert events[second]() == [Send("generator-1", Stop())]
         assert played.leaves("generator-1") and not settled(played.table)
-        assert played.exited("generator-1") == [Notice("'generator-1' has left; all it had was sent on")]
+        assert played.exited("generator-1") == [NotifyUser("'generator-1' has left; all it had was sent on")]
         assert settled(played.table)
 
 
@@ -239,7 +239,7 @@ def test_a_number_is_never_used_again() -> None:
     joined(played, "generator", 3)
     played.scale({"generator": 1})
     forked = played.scale({"generator": 2})[0]
-    assert isinstance(forked, Spawn) and forked.name == "generator-3"
+    assert isinstance(forked, StartWorker) and forked.name == "generator-3"
 
 
 def test_no_leave_begins_while_somebody_joins() -> None:
@@ -261,7 +261,7 @@ def test_no_leave_begins_while_somebody_joins() -> None:
 def test_wishes_before_the_start_wait_for_it() -> None:
     played = Played(*planned())
     assert played.scale({"generator": 2}) == []
-    assert isinstance(played.begin()[0], Spawn)
+    assert isinstance(played.begin()[0], StartWorker)
 
 
 def test_the_newest_wish_counts() -> None:
@@ -310,7 +310,7 @@ def test_wishes_that_cannot_be_are_refused_and_none_of_them_is_taken_in(wishes: 
 def test_a_newcomer_takes_spare_accelerators_and_a_leaver_gives_them_back() -> None:
     played = begun(devices=Devices(cpus=8, gpus=4), gpus={"generator": 1, "trainer": 1})
     forked = played.scale({"generator": 2})[0]
-    assert isinstance(forked, Spawn) and played.table.workers["generator-1"].gpus == (2,)
+    assert isinstance(forked, StartWorker) and played.table.workers["generator-1"].gpus == (2,)
     with pytest.raises(GraphError, match="3 replicas of 1 GPU each.*|room for 3 beside the others; ask for 3 at most"):
         played.scale({"generator": 4})
 
@@ -322,7 +322,7 @@ def test_a_newcomer_waits_for_the_accelerators_of_a_leaver() -> None:
     played.drained("generator-1")
     played.confirmed(ticket(retire))
     forked = played.exited("generator-1")[1]
-    assert isinstance(forked, Spawn) and (forked.name, played.table.workers["generator-2"].gpus) == (
+    assert isinstance(forked, StartWorker) and (forked.name, played.table.workers["generator-2"].gpus) == (
         "generator-2",
         (1,),
     )
@@ -402,7 +402,7 @@ class World:
 
     def execute(self, commands: list[Command]) -> None:
         for command in commands:
-            if isinstance(command, Spawn):
+            if isinstance(command, StartWorker):
                 if command.name in self.processes:
                     continue  # `rise` starts it again
                 worker, senders = command.name.rpartition("-")[0], dict(command.senders or {})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import RunError
-from dataflow.folder.snapshot import FILE, Snapshot, read
+from dataflow.folder.snapshot import FILE, SnapshotFile, read
 from dataflow.scheduler.control_server import HostsControlServer, TakenOverControlServer
 from dataflow.scheduler.execute import Taken
 from dataflow.system.clocks import RunClock
@@ -15,7 +15,7 @@ from dataflow.system.files import RunFolderError
 
 def test_the_newest_is_read_whole_and_only_what_changed_is_written(tmp_path: Path) -> None:
     found: dict[str, object] = {"step": 1}
-    snapshot = Snapshot(tmp_path, {"table": lambda: found, "begun": lambda: [1.5, None]}, clock=lambda: 7.0)
+    snapshot = SnapshotFile(tmp_path, {"table": lambda: found, "begun": lambda: [1.5, None]}, clock=lambda: 7.0)
     snapshot.write()
     first = (tmp_path / FILE.format(0)).stat().st_ino
     snapshot.write()
@@ -29,7 +29,7 @@ def test_the_newest_is_read_whole_and_only_what_changed_is_written(tmp_path: Pat
 
 def test_a_folder_that_is_gone_is_told_once_for_each_change(tmp_path: Path) -> None:
     found = {"step": 1}
-    snapshot = Snapshot(tmp_path / "gone", {"table": lambda: found})
+    snapshot = SnapshotFile(tmp_path / "gone", {"table": lambda: found})
     for _ in range(2):
         with pytest.raises(RunFolderError):
             snapshot.write()

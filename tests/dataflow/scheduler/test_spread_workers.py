@@ -10,7 +10,7 @@ from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.plan import plan
 from dataflow.scheduler import events, seating
-from dataflow.scheduler.events import Command, EndRanks, HostHeard, HostLost, Signal, Spawn, StartRanks
+from dataflow.scheduler.events import Command, EndRanks, HostHeard, HostLost, Signal, StartRanks, StartWorker
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.files import to_json
@@ -51,7 +51,7 @@ class Run:
 
 
 def of_ranks(commands: list[Command]) -> list[Command]:
-    return [each for each in commands if isinstance(each, Spawn | StartRanks | EndRanks | Signal)]
+    return [each for each in commands if isinstance(each, StartWorker | StartRanks | EndRanks | Signal)]
 
 
 def test_the_processes_of_its_ranks_start_when_it_says_where_it_waits_for_them() -> None:
@@ -66,7 +66,7 @@ def test_the_processes_of_its_ranks_start_when_it_says_where_it_waits_for_them()
 def test_they_end_when_it_has_ended_however_it_did() -> None:
     run = Run()
     assert of_ranks(run.exits()) == [EndRanks("trainer-0", 0)]
-    assert of_ranks(run.tick()) == [Spawn(name="trainer-0", senders={"generator>trainer:prompts": 1})]
+    assert of_ranks(run.tick()) == [StartWorker(name="trainer-0", senders={"generator>trainer:prompts": 1})]
     assert run.trainer.rank_hosts == ("a", "a", "b", "b") and run.trainer.attempt == 1
 
 
@@ -78,7 +78,7 @@ def test_it_is_killed_when_a_host_of_its_ranks_is_lost_and_starts_again_on_hosts
     assert of_ranks(run.take(HostLost("b", "again"))) == [], "once is enough"
     assert of_ranks(run.exits()) == [EndRanks("trainer-0", 0)]
     assert not run.table.failures, "it has not failed itself"
-    assert [each.name for each in run.tick() if isinstance(each, Spawn)] == ["trainer-0"]
+    assert [each.name for each in run.tick() if isinstance(each, StartWorker)] == ["trainer-0"]
     assert run.trainer.rank_hosts == ("a", "a", "d", "d") and run.trainer.gpus == (0, 1, 6, 7)
 
 
@@ -94,10 +94,10 @@ def test_without_room_for_all_ranks_it_waits_for_a_host() -> None:
     run = Run("abc")
     run.take(HostLost("b", "has ended its agent"))
     run.exits()
-    assert not any(isinstance(each, Spawn) for each in run.tick())
+    assert not any(isinstance(each, StartWorker) for each in run.tick())
     assert seating.homeless(run.table, run.now) == [run.trainer]
     run.take(events.HostJoined(Host(name="late", cpus=4, gpus=2)))
-    assert any(isinstance(each, Spawn) for each in run.tick())
+    assert any(isinstance(each, StartWorker) for each in run.tick())
     assert run.trainer.rank_hosts == ("a", "a", "late", "late")
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from dataflow.scoring.calls import Call, Settings
+from dataflow.scoring.calls import Call, PoolSettings
 from dataflow.scoring.pool import Answer, Pool
-from dataflow.scoring.process import Chunk, Piece, pieces_of
+from dataflow.scoring.process import CallChunk, CallRange, pieces_of
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -112,7 +112,7 @@ def describe(error: BaseException) -> str:
 def pool(kind: str = "one", **settings: Any) -> Iterator[Pool]:
     is_async = kind == "tasks"
     made = Pool(
-        Settings(
+        PoolSettings(
             prepare=prepare_tasks if is_async else prepare, pack=pack, describe=describe, is_async=is_async,
             **{"timeout_s": 0.2, "memory_mb": 64, **KINDS[kind], **settings},
         )
@@ -378,9 +378,9 @@ def _lives(pid: int) -> bool:
 
 
 def test_open_calls_become_pieces_of_neighbours_and_lonely_ones_stay_apart() -> None:
-    def chunk(job: int, calls: set[int], is_alone: bool = False) -> Chunk:
-        return Chunk(job, min(calls), calls, is_alone, 0.0)
+    def chunk(job: int, calls: set[int], is_alone: bool = False) -> CallChunk:
+        return CallChunk(job, min(calls), calls, is_alone, 0.0)
 
     assert pieces_of([chunk(0, {3, 1, 2, 7}), chunk(0, {8}), chunk(1, {4, 5}, True)]) == [
-        Piece(0, 1, 4), Piece(0, 7, 9), Piece(1, 4, 5, True), Piece(1, 5, 6, True)
+        CallRange(0, 1, 4), CallRange(0, 7, 9), CallRange(1, 4, 5, True), CallRange(1, 5, 6, True)
     ]  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from dataflow.system.clocks import AwakeClock
-from dataflow.worker.link import Link
+from dataflow.worker.link import SchedulerLink
 from dataflow.worker.messages import (
     TO_SCHEDULER,
     TO_WORKER,
@@ -72,12 +72,12 @@ def server(address: str) -> Iterator[Server]:
 
 
 @pytest.fixture
-def link_to(address: str) -> Iterator[Callable[..., Link]]:
+def link_to(address: str) -> Iterator[Callable[..., SchedulerLink]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    links: list[Link] = []
+    links: list[SchedulerLink] = []
 
-    def make(name: str = "generator-0", **knobs: Any) -> Link:
-        link = Link(address, name, **{"orphaned": lambda: None, "context": context, **knobs})
+    def make(name: str = "generator-0", **knobs: Any) -> SchedulerLink:
+        link = SchedulerLink(address, name, **{"orphaned": lambda: None, "context": context, **knobs})
         links.append(link)
         return link
 
@@ -87,7 +87,7 @@ def link_to(address: str) -> Iterator[Callable[..., Link]]:
     context.term()
 
 
-def messages_of(link: Link, count: int) -> list[ToWorker]:
+def messages_of(link: SchedulerLink, count: int) -> list[ToWorker]:
     """Waits on the link's socket, as a worker does."""
     found: list[ToWorker] = []
     deadline = time.monotonic() + DEADLINE_S
@@ -97,7 +97,9 @@ def messages_of(link: Link, count: int) -> list[ToWorker]:
     return found
 
 
-def test_what_a_worker_tells_arrives_in_order_under_its_name(server: Server, link_to: Callable[..., Link]) -> None:
+def test_what_a_worker_tells_arrives_in_order_under_its_name(
+    server: Server, link_to: Callable[..., SchedulerLink]
+) -> None:
     link = link_to("trainer-0")
     link.start()
     for number in range(5):
@@ -106,7 +108,7 @@ def test_what_a_worker_tells_arrives_in_order_under_its_name(server: Server, lin
     assert set(server.heard) == {"trainer-0"}
 
 
-def test_a_heartbeat_carries_the_newest_snapshot(server: Server, link_to: Callable[..., Link]) -> None:
+def test_a_heartbeat_carries_the_newest_snapshot(server: Server, link_to: Callable[..., SchedulerLink]) -> None:
     newest = [Heartbeat(attempt=0, nodes={}, rss_bytes=0)]
     link = link_to()
     link.start(lambda: newest[0])
@@ -117,7 +119,7 @@ def test_a_heartbeat_carries_the_newest_snapshot(server: Server, link_to: Callab
 
 
 def test_messages_reach_the_worker_in_order_and_answers_to_heartbeats_do_not(
-    server: Server, link_to: Callable[..., Link]
+    server: Server, link_to: Callable[..., SchedulerLink]
 ) -> None:
     link = link_to()
     link.start()
@@ -129,7 +131,9 @@ def test_messages_reach_the_worker_in_order_and_answers_to_heartbeats_do_not(
     assert link.messages() == []
 
 
-def test_the_socket_is_quiet_when_every_message_was_taken(server: Server, link_to: Callable[..., Link]) -> None:
+def test_the_socket_is_quiet_when_every_message_was_taken(
+    server: Server, link_to: Callable[..., SchedulerLink]
+) -> None:
     link = link_to()
     link.start()
     server.hear(Heartbeat)
@@ -138,7 +142,7 @@ def test_the_socket_is_quiet_when_every_message_was_taken(server: Server, link_t
     assert link.socket.poll(0) == 0
 
 
-def test_closing_sends_what_was_told_just_before(server: Server, link_to: Callable[..., Link]) -> None:
+def test_closing_sends_what_was_told_just_before(server: Server, link_to: Callable[..., SchedulerLink]) -> None:
     link = link_to()
     link.start()
     link.send(Failed(attempt=0, message="boom"))
@@ -150,8 +154,8 @@ def test_closing_sends_what_was_told_just_before(server: Server, link_to: Callab
 def test_what_a_worker_says_last_arrives_though_its_process_ends_at_once(server: Server, address: str) -> None:
     """The message is too large to have left by chance."""
     program = (
-        "import os, sys; from dataflow.worker.link import Link; from dataflow.worker.messages import Failed;"
-        "link = Link(sys.argv[1], 'w', orphaned=lambda: None); link.start();"
+        "import os, sys; from dataflow.worker.link import SchedulerLink; from dataflow.worker.messages import Failed;"
+        "link = SchedulerLink(sys.argv[1], 'w', orphaned=lambda: None); link.start();"
         f"link.send(Failed(attempt=0, message='x' * {LONG})); link.close(); os._exit(1)"
     )
     with subprocess.Popen([sys.executable, "-c", program, address], cwd=Path(__file__).parents[3]) as worker:
@@ -159,14 +163,14 @@ def test_what_a_worker_says_last_arrives_though_its_process_ends_at_once(server:
     assert worker.returncode == 1
 
 
-def test_a_worker_whose_scheduler_is_gone_learns_it(link_to: Callable[..., Link]) -> None:
+def test_a_worker_whose_scheduler_is_gone_learns_it(link_to: Callable[..., SchedulerLink]) -> None:
     orphaned = threading.Event()
     link_to(orphaned=orphaned.set, patience_s=0.05).start()
     assert orphaned.wait(DEADLINE_S)
 
 
 def test_a_worker_that_has_more_to_say_than_waits_for_a_scheduler_learns_that_it_is_gone(
-    link_to: Callable[..., Link], monkeypatch: pytest.MonkeyPatch
+    link_to: Callable[..., SchedulerLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dataflow.worker.link._UNSENT", 3)
     orphaned = threading.Event()
@@ -178,7 +182,7 @@ def test_a_worker_that_has_more_to_say_than_waits_for_a_scheduler_learns_that_it
 
 
 def test_time_in_which_a_worker_was_stopped_itself_is_no_silence_of_the_scheduler(
-    server: Server, link_to: Callable[..., Link]
+    server: Server, link_to: Callable[..., SchedulerLink]
 ) -> None:
     """The scheduler may have been stopped with it, and answers the next heartbeat."""
     slept = [0.0]
@@ -194,7 +198,7 @@ def test_time_in_which_a_worker_was_stopped_itself_is_no_silence_of_the_schedule
 
 
 def test_a_worker_learns_it_also_when_the_scheduler_falls_silent_later(
-    server: Server, link_to: Callable[..., Link]
+    server: Server, link_to: Callable[..., SchedulerLink]
 ) -> None:
     orphaned = threading.Event()
     link_to(orphaned=orphaned.set, patience_s=0.5).start()
@@ -203,7 +207,7 @@ def test_a_worker_learns_it_also_when_the_scheduler_falls_silent_later(
     assert orphaned.wait(DEADLINE_S)
 
 
-def test_it_learns_it_once(link_to: Callable[..., Link]) -> None:
+def test_it_learns_it_once(link_to: Callable[..., SchedulerLink]) -> None:
     calls: list[float] = []
     beats: list[float] = []
 
@@ -218,7 +222,7 @@ def test_it_learns_it_once(link_to: Callable[..., Link]) -> None:
     assert len(beats) >= 3 and len(calls) == 1
 
 
-def test_an_answered_worker_is_no_orphan(server: Server, link_to: Callable[..., Link]) -> None:
+def test_an_answered_worker_is_no_orphan(server: Server, link_to: Callable[..., SchedulerLink]) -> None:
     orphaned = threading.Event()
     link_to(orphaned=orphaned.set, patience_s=20.0).start()
     for _ in range(5):
@@ -227,7 +231,9 @@ def test_an_answered_worker_is_no_orphan(server: Server, link_to: Callable[..., 
     assert not orphaned.is_set()
 
 
-def test_a_worker_that_computes_for_long_still_sends_heartbeats(server: Server, link_to: Callable[..., Link]) -> None:
+def test_a_worker_that_computes_for_long_still_sends_heartbeats(
+    server: Server, link_to: Callable[..., SchedulerLink]
+) -> None:
     """Nobody calls `messages` here: the thread alone keeps the line open."""
     link_to().start()
     assert [server.hear(Heartbeat).state for _ in range(3)] == ["running"] * 3

@@ -14,7 +14,7 @@ from dataflow.planning.plan import Plan, plan
 from dataflow.planning.wiring import edges
 from dataflow.records import schema
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.worker.host import Host, Settings
+from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.ports import Ports
 
 
@@ -32,10 +32,10 @@ def folder() -> Iterator[str]:
         yield made
 
 
-def ports(graph: Graph, made: Plan, node: str, folder: str, **more: Any) -> tuple[Ports, Host]:
+def ports(graph: Graph, made: Plan, node: str, folder: str, **more: Any) -> tuple[Ports, NodeLoops]:
     settings = Settings(folder="", worker=node, sockets=folder, **more)
     opened = Ports(graph, made, [node], settings)
-    return opened, Host(graph, made, [node], settings, writer_of=opened.writer_of, reader_of=opened.reader_of)
+    return opened, NodeLoops(graph, made, [node], settings, writer_of=opened.writer_of, reader_of=opened.reader_of)
 
 
 def test_readers_on_the_gpus_of_one_machine_meet_the_trainer_in_device_memory(folder: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from log_distribution import log_distribution
 
 from operators.engine.decode import Engine
-from operators.engine.results import EndedRollout, Start
+from operators.engine.results import EndedRollout, PromptStart
 from operators.engine.sampling import Sampling
 
 
@@ -34,7 +34,7 @@ def replayed(
     return np.array(found)
 
 
-def drive(engine: Engine, starts: Sequence[Start], at_step: Any = lambda step: None) -> dict[int, dict[str, Any]]:
+def drive(engine: Engine, starts: Sequence[PromptStart], at_step: Any = lambda step: None) -> dict[int, dict[str, Any]]:
     """Run an engine dry, starting prompts as soon as they fit; what each ticket got."""
     waiting = list(starts)
     found: dict[int, dict[str, Any]] = {}

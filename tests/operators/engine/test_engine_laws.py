@@ -11,7 +11,7 @@ from log_distribution import log_distribution
 from replaying import drive, replayed
 from rigs.examples import examples
 
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 
 
@@ -22,7 +22,7 @@ def many(count, seed=0, copies=4):
         prompt = random.integers(2, 32, random.integers(1, 12))
         tickets = range(i * copies, (i + 1) * copies)
         limit = len(prompt) + int(random.integers(1, 20))
-        found.append(Start(prompt=prompt, limit=limit, tickets=tickets, seeds=[t * 7919 for t in tickets]))
+        found.append(PromptStart(prompt=prompt, limit=limit, tickets=tickets, seeds=[t * 7919 for t in tickets]))
     return found
 
 
@@ -86,7 +86,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(adapted):
 
 
 def test_seeds_tell_rollouts_of_one_prompt_apart(adapted):
-    start = Start(prompt=np.array([5, 6]), limit=12, tickets=range(16), seeds=range(16))
+    start = PromptStart(prompt=np.array([5, 6]), limit=12, tickets=range(16), seeds=range(16))
     rows = drive(adapted(end_tokens=[], sampling=Sampling(temperature=4.0)), [start])
     assert len({tuple(row["tokens"].tolist()) for row in rows.values()}) == 16
 
@@ -100,7 +100,7 @@ def test_seeds_tell_rollouts_of_one_prompt_apart(adapted):
 def test_no_rollout_is_lost_or_doubled_and_each_has_its_length(slots, lengths, copies, adapted):
     engine = adapted(slots=slots, end_tokens=[])
     work = [
-        Start(
+        PromptStart(
             prompt=np.full(1 + i % 5, 3 + i % 7),
             limit=1 + i % 5 + length,
             tickets=range(i * copies, (i + 1) * copies),
@@ -120,7 +120,8 @@ def test_no_rollout_is_lost_or_doubled_and_each_has_its_length(slots, lengths, c
 def test_a_freed_slot_is_refilled_at_the_next_step(adapted):
     engine = adapted(slots=2, end_tokens=[])
     work = [
-        Start(prompt=np.array([4]), limit=limit, tickets=[i], seeds=[i]) for i, limit in enumerate((21, 3, 3, 3, 3, 3))
+        PromptStart(prompt=np.array([4]), limit=limit, tickets=[i], seeds=[i])
+        for i, limit in enumerate((21, 3, 3, 3, 3, 3))
     ]
     drive(engine, work)
     assert engine.steps == 20, "two slots: the long rollout in one, the five short ones one after the other beside it"
@@ -129,7 +130,7 @@ def test_a_freed_slot_is_refilled_at_the_next_step(adapted):
 def test_broken_weights_end_rows_with_an_error_and_the_engine_goes_on(make_model, adapted):
     engine = adapted(slots=4, end_tokens=[])
     good = {name: value.clone() for name, value in engine.model.state_dict().items()}
-    work = [Start(prompt=np.array([4, 5]), limit=12, tickets=[i], seeds=[i]) for i in range(8)]
+    work = [PromptStart(prompt=np.array([4, 5]), limit=12, tickets=[i], seeds=[i]) for i in range(8)]
 
     def spoil(step):
         if step == 3:

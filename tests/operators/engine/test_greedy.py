@@ -8,13 +8,13 @@ import torch
 from replaying import drive
 
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 
 
 def starts(prompts, limits, copies=1):
     return [
-        Start(
+        PromptStart(
             prompt=np.array(prompt),
             limit=limit,
             tickets=range(i * copies, (i + 1) * copies),

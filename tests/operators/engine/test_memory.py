@@ -12,7 +12,7 @@ from rigs.examples import examples
 
 from operators.engine.attention import attend
 from operators.engine.finish_reasons import ABORTED
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 
 SAMPLING = Sampling(temperature=1.2)
@@ -20,7 +20,7 @@ SAMPLING = Sampling(temperature=1.2)
 
 def work(prompts, limits, copies=4):
     return [
-        Start(
+        PromptStart(
             prompt=np.asarray(prompt),
             limit=limit,
             tickets=range(i * copies, (i + 1) * copies),
@@ -173,7 +173,7 @@ def test_each_rollout_may_have_its_own_sampling(adapted):
     for start, sampling in zip(work(prompts, limits), knobs, strict=True):
         alone |= drive(adapted(sampling=sampling), [start])
     mixed = [
-        Start(**{**vars(start), "sampling": sampling})
+        PromptStart(**{**vars(start), "sampling": sampling})
         for start, sampling in zip(work(prompts, limits), knobs, strict=True)
     ]
     for ticket, row in drive(adapted(sampling=Sampling()), mixed).items():

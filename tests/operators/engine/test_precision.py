@@ -15,7 +15,7 @@ from operators.engine.precision import linear as linear_layers
 from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
 from operators.engine.precision.quantized_names import quantized_names
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.self_test import adapt
 from operators.models.errors import ModelError
@@ -379,8 +379,8 @@ def decoded(model, *, steps=12, kernel=None, token_bytes=0):
         token_bytes=token_bytes, cache_bytes=1 << 20,
     )  # fmt: skip
     starts = [
-        Start(prompt=IDS[0, :9].numpy(), limit=9 + steps, tickets=[0, 1, 2], seeds=[5, 6, 7]),
-        Start(prompt=IDS[1, :4].numpy(), limit=4 + steps, tickets=[3, 4], seeds=[8, 9]),
+        PromptStart(prompt=IDS[0, :9].numpy(), limit=9 + steps, tickets=[0, 1, 2], seeds=[5, 6, 7]),
+        PromptStart(prompt=IDS[1, :4].numpy(), limit=4 + steps, tickets=[3, 4], seeds=[8, 9]),
     ]
     rows = {}
     for _ in range(steps):

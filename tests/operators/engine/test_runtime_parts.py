@@ -343,13 +343,13 @@ def test_flags_that_are_read_late_let_no_token_after_the_end_be_kept(make_model)
     """As on a GPU: a row in the batch may have drawn its end one step ago."""
     from operators.engine import self_test
     from operators.engine.decode import Engine
-    from operators.engine.results import Start
+    from operators.engine.results import PromptStart
 
     found = self_test.adapt(model := make_model(), "tiny")
     engine = Engine(
         model, slots=16, context_tokens=64, end_tokens=[1], sampling=Sampling(), lag=1, token_bytes=found.token_bytes
     )
-    starts = [Start(prompt=np.array([2 + i, 3]), limit=60, tickets=[i], seeds=[i]) for i in range(16)]
+    starts = [PromptStart(prompt=np.array([2 + i, 3]), limit=60, tickets=[i], seeds=[i]) for i in range(16)]
     seen: dict[int, list[int]] = {}
     whole: dict[int, list[int]] = {}
     engine.step(starts)

@@ -3,7 +3,7 @@
 import numpy as np
 from replaying import drive
 
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.sleep import put_aside
 from operators.models.shelf import Shelf
@@ -13,7 +13,7 @@ def asked():
     random = np.random.default_rng(3)
     prompts = [random.integers(2, 32, random.integers(3, 40)) for _ in range(3)]
     return [
-        Start(
+        PromptStart(
             prompt=prompt, limit=len(prompt) + 20, tickets=range(3 * i, 3 * i + 3), seeds=[7 * i + c for c in range(3)]
         )
         for i, prompt in enumerate(prompts)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from operators.engine import decode
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings, end_tokens, split
 from operators.models.errors import ModelError
@@ -37,7 +37,10 @@ def test_rows_end_at_a_stop_string_that_spans_tokens(make_model, tokenizer, make
     prompt = ids(tokenizer, "ab=a")
     rows = drive(
         engine,
-        [Start(prompt=prompt, limit=44, tickets=range(i, i + 8), seeds=range(i, i + 8)) for i in range(0, 160, 8)],
+        [
+            PromptStart(prompt=prompt, limit=44, tickets=range(i, i + 8), seeds=range(i, i + 8))
+            for i in range(0, 160, 8)
+        ],
     )
     stopped = [row for row in rows.values() if row["reason"] == STOPPED]
     assert 10 < len(stopped) < 160
@@ -82,7 +85,7 @@ def test_stops_that_no_row_has_any_more_are_let_go(make_model, tokenizer, make_e
     engine = make_engine(make_model(), slots=4, end_tokens=[])
     for i in range(12):
         stops = StopStrings(tokenizer, ("abcdefghijkl"[i],))
-        found = drive(engine, [Start(prompt=np.array([5]), limit=30, tickets=[i], seeds=[i], stop=stops)])
+        found = drive(engine, [PromptStart(prompt=np.array([5]), limit=30, tickets=[i], seeds=[i], stop=stops)])
         text = tokenizer.decode(found[i]["tokens"][1:], skip_special_tokens=True)
         assert "abcdefghijkl"[i] not in text[:-1]
         assert len(engine._watched) <= 4

@@ -24,7 +24,7 @@ from dataflow.worker.rank_host import RankHost
 from dataflow.worker.rank_line import RankLine
 from operators.ranks import group
 from operators.ranks.process import run_rank
-from operators.ranks.store import LineStore
+from operators.ranks.store import RankZeroStore
 from operators.ranks.team import Team, forked, on_their_hosts
 
 WAIT_S = 20.0
@@ -152,7 +152,7 @@ def test_ranks_of_a_host_that_never_came_can_be_ended() -> None:
 
 def test_who_has_no_key_of_the_run_is_not_heard(capfd) -> None:
     line = RankLine("127.0.0.1", KEYS, HOSTS)
-    stranger = LineStore(line.address, RunKeys.make(), 0.3)
+    stranger = RankZeroStore(line.address, RunKeys.make(), 0.3)
     with pytest.raises(RuntimeError, match="timed out after 0 s: rank 0 at .* did not tell of x"):
         stranger.set("x", "1")
     stranger.close()
@@ -161,7 +161,7 @@ def test_who_has_no_key_of_the_run_is_not_heard(capfd) -> None:
 
 def test_ranks_meet_at_the_line_of_the_first(tmp_path: Path) -> None:
     line = RankLine("127.0.0.1", KEYS, HOSTS)
-    first, other = (LineStore(line.address, KEYS, WAIT_S) for _ in range(2))
+    first, other = (RankZeroStore(line.address, KEYS, WAIT_S) for _ in range(2))
     first.set("x", "5")
     assert other.get("x") == b"5" and other.check(["x"]) and not other.check(["x", "y"])
     assert [first.add("count", 2), other.add("count", 0)] == [2, 2]

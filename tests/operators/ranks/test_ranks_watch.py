@@ -19,7 +19,7 @@ from dataflow.system.channel import Channel
 from operators.ranks import group
 from operators.ranks.messages import Load, Loaded, codec_of
 from operators.ranks.team import Team, forked
-from operators.ranks.watch import Watch
+from operators.ranks.watch import ExchangeWatch
 
 WAIT_S = 60.0
 LIMIT_S = 4.0
@@ -44,7 +44,7 @@ class Hand:
 
 def test_an_exchange_that_waits_beyond_its_limit_is_broken_off_and_says_so() -> None:
     hand, broken = Hand(), threading.Event()
-    watch = Watch(10.0, broken.set, computes=False, clock=hand)
+    watch = ExchangeWatch(10.0, broken.set, computes=False, clock=hand)
     with pytest.raises(TimeoutError, match="timed out after 10 s"), watch.within():
         assert hand.move_until(broken, by_s=1.0)
         raise RuntimeError("pair closed")
@@ -52,7 +52,7 @@ def test_an_exchange_that_waits_beyond_its_limit_is_broken_off_and_says_so() -> 
 
 def test_what_fails_by_itself_is_no_time_out_and_between_exchanges_nothing_is_late() -> None:
     hand, broken = Hand(), threading.Event()
-    watch = Watch(10.0, broken.set, computes=False, clock=hand)
+    watch = ExchangeWatch(10.0, broken.set, computes=False, clock=hand)
     with pytest.raises(RuntimeError, match="out of memory"), watch.within():
         raise RuntimeError("out of memory")
     hand.now += 1000.0
@@ -66,7 +66,7 @@ def test_a_rank_that_computes_is_not_late(monkeypatch: pytest.MonkeyPatch) -> No
     used = [0.0]
     monkeypatch.setattr("operators.ranks.watch._used_by", lambda thread: lambda: used[0])
     hand, broken = Hand(), threading.Event()
-    watch = Watch(10.0, broken.set, clock=hand)
+    watch = ExchangeWatch(10.0, broken.set, clock=hand)
     with watch.within():
         for _ in range(10):
             used[0] += 1.0

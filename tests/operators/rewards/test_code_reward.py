@@ -18,7 +18,7 @@ from dataflow.testing import FakeGenerator, FakePrompts
 from operators.rewards import code, code_reward, find
 from operators.rewards.code import judge
 from operators.rewards.code_tests import Case, is_same_output, program_in, read_cases
-from operators.sandbox import Call, Check, Limits, SandboxError, Script, fault
+from operators.sandbox import CallTest, PythonTest, SandboxError, SandboxLimits, ScriptTest, fault
 from operators.sandbox.bwrap import VARIABLE
 
 needs_sandbox = pytest.mark.skipif(fault() is not None, reason=str(fault()))
@@ -165,11 +165,11 @@ def test_the_tests_of_open_data_sets_are_read() -> None:
     live_code_bench = read_cases(json.dumps([{"input": "1\n", "output": "a", "testtype": "stdin"}]))
     called = read_cases(json.dumps({"fn_name": "f", "inputs": [[[1], "x"]], "outputs": [2]}))
     called_by_line = read_cases(json.dumps([{"fn_name": "f", "input": '[1]\n"x"', "output": "2"}]))
-    assert [case.test for case in mbpp] == [Check("assert f(1) == 2"), Check("assert f(2) == 3")]
-    assert len(human_eval) == 1 and isinstance(human_eval[0].test, Check)
-    assert [(case.test, case.wanted) for case in apps] == [(Script("1\n"), "a\n"), (Script("2\n3"), "b")]
-    assert [(case.test, case.wanted) for case in live_code_bench] == [(Script("1\n"), "a")]
-    assert called == called_by_line == [Case(Call("f", [[1], "x"], 2))]
+    assert [case.test for case in mbpp] == [PythonTest("assert f(1) == 2"), PythonTest("assert f(2) == 3")]
+    assert len(human_eval) == 1 and isinstance(human_eval[0].test, PythonTest)
+    assert [(case.test, case.wanted) for case in apps] == [(ScriptTest("1\n"), "a\n"), (ScriptTest("2\n3"), "b")]
+    assert [(case.test, case.wanted) for case in live_code_bench] == [(ScriptTest("1\n"), "a")]
+    assert called == called_by_line == [Case(CallTest("f", [[1], "x"], 2))]
 
 
 @pytest.mark.parametrize("tests", [[], "", None, "[1]", '{"inputs": [1]}', '[{"input": "1"}]'])
@@ -229,7 +229,7 @@ def test_a_program_that_names_a_literal_earns_nothing_and_the_right_one_all(want
 @needs_sandbox
 def test_where_all_must_pass_the_first_failure_is_the_last_test() -> None:
     tests = ["assert add(1, 2) == 3", "assert add(1, 1) == 3", "while True: add(1, 1)"]
-    verdict = judge(ADD, tests, Limits(time_s=20.0), all_or_nothing=True)
+    verdict = judge(ADD, tests, SandboxLimits(time_s=20.0), all_or_nothing=True)
     assert verdict.reward == 0.0
     assert verdict.note.startswith("not all of 3 tests pass; test 2: AssertionError")
 

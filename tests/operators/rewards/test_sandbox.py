@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bench.sandbox.__main__ import attack, world
 from bench.sandbox.hostile import GROUPS, Hostile
-from operators.sandbox import Check, Limits, SandboxError, Script, fault, run
+from operators.sandbox import PythonTest, SandboxError, SandboxLimits, ScriptTest, fault, run
 from operators.sandbox.bwrap import command, find
 from operators.sandbox.inside import cage
 from operators.sandbox.inside.tester import is_same, names_in
@@ -62,34 +62,34 @@ def test_without_its_filter_a_sandbox_still_has_no_network_and_no_files(hostile:
 @needs_sandbox
 def test_each_test_runs_in_a_process_of_its_own() -> None:
     source = "seen = []\ndef f(x):\n    seen.append(x)\n    return seen"
-    assert all(outcome.passed for outcome in run(source, [Check("assert f(1) == [1]")] * 3, Limits()))
+    assert all(outcome.passed for outcome in run(source, [PythonTest("assert f(1) == [1]")] * 3, SandboxLimits()))
 
 
 @needs_sandbox
 def test_outcomes_come_in_the_order_of_the_tests() -> None:
-    outcomes = list(run("print(input())", [Script(str(number)) for number in range(5)], Limits()))
+    outcomes = list(run("print(input())", [ScriptTest(str(number)) for number in range(5)], SandboxLimits()))
     assert [outcome.output for outcome in outcomes] == [f"{number}\n" for number in range(5)]
 
 
 @needs_sandbox
 def test_a_program_does_the_same_each_time() -> None:
     source = "print([hash('a'), sorted(map(hash, 'abc')), list({'x', 'y', 'z'})])"
-    assert len({outcome.output for outcome in run(source, [Script("")] * 3, Limits())}) == 1
-    (first,), (second,) = (list(run(source, [Script("")], Limits())) for _ in range(2))
+    assert len({outcome.output for outcome in run(source, [ScriptTest("")] * 3, SandboxLimits())}) == 1
+    (first,), (second,) = (list(run(source, [ScriptTest("")], SandboxLimits())) for _ in range(2))
     assert first.passed and first == second
 
 
 @needs_sandbox
 def test_a_test_that_hangs_leaves_the_others_their_time() -> None:
     source = "import time\ndef f(x):\n    time.sleep(100 * x)\n    return x"
-    outcomes = list(run(source, [Check("f(1)"), Check("assert f(0) == 0")], Limits(time_s=0.2)))
+    outcomes = list(run(source, [PythonTest("f(1)"), PythonTest("assert f(0) == 0")], SandboxLimits(time_s=0.2)))
     assert [outcome.passed for outcome in outcomes] == [False, True]
     assert outcomes[0].note == "had not ended after 1 s"
 
 
 @needs_sandbox
 def test_when_the_time_of_all_tests_is_over_the_rest_fail() -> None:
-    outcomes = list(run("import time\ntime.sleep(100)", [Script("")] * 4, Limits(time_s=1.0, total_s=1.0)))
+    outcomes = list(run("import time\ntime.sleep(100)", [ScriptTest("")] * 4, SandboxLimits(time_s=1.0, total_s=1.0)))
     assert [outcome.passed for outcome in outcomes] == [False] * 4
     assert outcomes[-1].note == "no time was left (1 s for all tests)"
 
@@ -114,7 +114,7 @@ def wait_for(condition: Any) -> bool:
 @needs_sandbox
 def test_a_sandbox_ends_with_the_iterator() -> None:
     before = below(os.getpid())
-    outcomes = run("import time\nif input(): time.sleep(100)", [Script("\n"), Script("x")], Limits())
+    outcomes = run("import time\nif input(): time.sleep(100)", [ScriptTest("\n"), ScriptTest("x")], SandboxLimits())
     assert next(outcomes).passed
     inside = below(os.getpid()) - before
     assert inside
@@ -129,7 +129,7 @@ def test_a_sandbox_ends_with_the_process_that_made_it() -> None:
         owner = os.fork()
     if owner == 0:
         try:
-            list(run("import time\ntime.sleep(100)", [Script("")], Limits(time_s=60.0, total_s=100.0)))
+            list(run("import time\ntime.sleep(100)", [ScriptTest("")], SandboxLimits(time_s=60.0, total_s=100.0)))
         finally:
             os._exit(0)
     is_inside = wait_for(lambda: len(below(owner)) >= 3)
@@ -143,7 +143,7 @@ def test_a_sandbox_ends_with_the_process_that_made_it() -> None:
 @needs_sandbox
 def test_a_sandbox_that_is_killed_is_a_failure_of_its_own_and_not_of_the_program() -> None:
     before = below(os.getpid())
-    outcomes = run("import time\nif input(): time.sleep(100)", [Script("\n"), Script("x")], Limits())
+    outcomes = run("import time\nif input(): time.sleep(100)", [ScriptTest("\n"), ScriptTest("x")], SandboxLimits())
     assert next(outcomes).passed
     inside = below(os.getpid()) - before
     for process in sorted(inside, key=lambda each: each.pid):  # the outermost first: the others tell it of their ends

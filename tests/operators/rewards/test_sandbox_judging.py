@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import operators.sandbox.inside as inside
-from operators.sandbox.inside.tester import Link, call, check
+from operators.sandbox.inside.tester import CandidateClient, call, check
 from operators.sandbox.inside.wire import encode
 
 _SERVE = "import sys; from inside.candidate import serve_calls; serve_calls(*map(eval, sys.argv[1:]))"
 
 
 @contextlib.contextmanager
-def candidate(source: str) -> Iterator[Link]:
+def candidate(source: str) -> Iterator[CandidateClient]:
     """A program in a process of its own, as in a sandbox but without the cage."""
     ask, reply = os.pipe(), os.pipe()
     words = [sys.executable, "-S", "-c", _SERVE, repr(source), str(ask[0]), str(reply[1])]
@@ -26,7 +26,7 @@ def candidate(source: str) -> Iterator[Link]:
     os.close(ask[0])
     os.close(reply[1])
     try:
-        yield Link(ask[1], reply[0])
+        yield CandidateClient(ask[1], reply[0])
     finally:
         os.close(ask[1])
         os.close(reply[0])

@@ -12,7 +12,7 @@ from serving_rig import END, ScriptedEngine, byte_tokenizer, scripted, service_o
 from operators.serving import app as routes
 from operators.serving.bounds import Bounds, Budget, Latest, read_json
 from operators.serving.errors import ApiError
-from operators.serving.request_stops import MOST_STOPS, Stopping
+from operators.serving.request_stops import MOST_STOPS, StopCache
 from operators.serving.requests import parse
 
 TEXT = {"model": "tiny", "prompt": "ab"}
@@ -129,7 +129,7 @@ def test_bodies_that_are_being_read_share_a_budget_which_they_give_back(client_o
 
 
 def test_no_more_stop_lists_are_kept_than_have_a_place():
-    stopping = Stopping(byte_tokenizer(), frozenset([END]))
+    stopping = StopCache(byte_tokenizer(), frozenset([END]))
     first = stopping(("first",))
     again = stopping(("first",))
     assert first is again

@@ -9,13 +9,13 @@ from starlette.testclient import TestClient
 
 from operators.serving.app import make_app
 from operators.serving.conversations import conversations
-from operators.serving.exchanges import Exchange, Exchanges, encode
+from operators.serving.exchanges import Exchanges, ServedExchange, encode
 from operators.serving.rows import COLUMNS
 from operators.serving.text import Vocabulary
 
 
 def exchange(text, tokens, session="s", end=None, number=0):
-    return Exchange(session=session, text=text, tokens=tokens, end=end, rollout_id=number)
+    return ServedExchange(session=session, text=text, tokens=tokens, end=end, rollout_id=number)
 
 
 def encoded(tokenizer, exchanges, text, session="s"):

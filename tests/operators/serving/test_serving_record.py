@@ -7,7 +7,7 @@ import pytest
 from dataflow.errors import RecordError, RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.serving.conversations import conversations
-from operators.serving.rows import COLUMNS, CallGroup, Completion, Numbers, rows_of
+from operators.serving.rows import COLUMNS, CallGroup, Completion, GroupIds, rows_of
 from operators.serving.sink import RolloutLog, read_rollouts
 
 
@@ -42,7 +42,7 @@ def test_a_row_has_prompt_and_completion_end_to_end():
 
 
 def test_numbers_never_name_two_rollouts_alike():
-    numbers, seen, groups = Numbers(), set(), []
+    numbers, seen, groups = GroupIds(), set(), []
     for size in (1, 8, 1, 3, 128, 2, 1, 1):
         number = numbers.take(size)
         ids = {number * size + position for position in range(size)}

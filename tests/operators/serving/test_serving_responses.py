@@ -8,7 +8,7 @@ from serving_rig import END, byte_tokenizer
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
-from operators.serving.calls import Call, CallPrompt, Choice
+from operators.serving.calls import CallPrompt, Choice, ServedCall
 from operators.serving.requests import parse
 from operators.serving.responses import Chunks, whole
 from operators.serving.rows import CallGroup
@@ -29,7 +29,7 @@ def call_of(kind, n, stops):
         parent=None, reused=0, seeds=[0] * n, parameters={},
     )  # fmt: skip
     part = CallPrompt(group, [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)], "x")
-    return Call(request, [part], ENDS, lambda part: None), part
+    return ServedCall(request, [part], ENDS, lambda part: None), part
 
 
 def news(position, tokens, reason=None):

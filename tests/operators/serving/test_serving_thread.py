@@ -8,7 +8,7 @@ from serving_rig import END, WAIT_S, ScriptedEngine, until
 
 from dataflow.errors import DeadlineError, RunError
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.work import Work
@@ -40,7 +40,7 @@ def thread_of():
     made = []
 
     def make(engine, **knobs):
-        thread = EngineThread(engine, Start, idle_s=0.05, **knobs)
+        thread = EngineThread(engine, PromptStart, idle_s=0.05, **knobs)
         made.append(thread)
         thread.start()
         return thread

@@ -14,7 +14,7 @@ from operators.losses import aipo
 from operators.models.errors import ModelError
 from operators.trainer import Trainer
 from operators.training.learner.build import make_learner
-from operators.training.learner.memory import Parked, compile_layers, prepare, recompute_activations
+from operators.training.learner.memory import OffloadedLearner, compile_layers, prepare, recompute_activations
 from operators.training.learner.optimizer import state_tensors
 
 ROWS = (group(0, size=4, completion=20), group(1), group(2, size=5, completion=9))
@@ -120,7 +120,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
 # Parked tensors
 
 
-def steps(learner: Any, home: Parked | None, count: int = 3) -> list[float]:
+def steps(learner: Any, home: OffloadedLearner | None, count: int = 3) -> list[float]:
     """So many updates, parked in between; the losses."""
     losses = []
     for version in range(count):
@@ -146,7 +146,7 @@ def held(learner: Any) -> tuple[int, int, int]:
 
 def test_a_learner_that_is_parked_between_steps_makes_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
     plain, other = tiny_learner(tiny_trainer()), tiny_learner(tiny_trainer())
-    home = Parked(other, tmp_path)
+    home = OffloadedLearner(other, tmp_path)
     assert steps(other, home) == steps(plain, None)
     home.bring(moments=False)
     assert all(torch.equal(other.parameters[name], weight) for name, weight in plain.parameters.items())
@@ -154,7 +154,7 @@ def test_a_learner_that_is_parked_between_steps_makes_the_same_weights_bit_for_b
 
 def test_a_parked_learner_holds_nothing_and_the_moments_come_for_the_update_alone(tmp_path: Path) -> None:
     learner = tiny_learner(tiny_trainer())
-    home = Parked(learner, tmp_path)
+    home = OffloadedLearner(learner, tmp_path)
     steps(learner, None, 1)
     weights, moments, grads = held(learner)
     assert moments == 2 * weights and grads == weights
@@ -172,7 +172,7 @@ def test_what_shares_memory_with_parked_weights_has_their_values_again(tmp_path:
     learner = tiny_learner(tiny_trainer())
     told = {name: weight.detach() for name, weight in learner.parameters.items()}
     before = {name: weight.clone() for name, weight in told.items()}
-    home = Parked(learner, tmp_path)
+    home = OffloadedLearner(learner, tmp_path)
     home.rest(weights=True)
     home.rest(weights=True)
     home.bring(moments=False)
@@ -182,7 +182,7 @@ def test_what_shares_memory_with_parked_weights_has_their_values_again(tmp_path:
 
 def test_without_a_folder_what_lies_in_main_memory_is_left_there() -> None:
     learner = tiny_learner(tiny_trainer())
-    home = Parked(learner)
+    home = OffloadedLearner(learner)
     steps(learner, home, 2)
     assert home.nbytes == 0 and held(learner)[0] > 0
 
@@ -190,7 +190,7 @@ def test_without_a_folder_what_lies_in_main_memory_is_left_there() -> None:
 @pytest.mark.gpu
 def test_parking_on_a_gpu_gives_its_memory_back_and_the_same_weights() -> None:
     plain, other = (tiny_learner(tiny_trainer(), tiny_llama().cuda()) for _ in range(2))
-    home = Parked(other)
+    home = OffloadedLearner(other)
     losses = steps(other, home, 2)
     before = torch.cuda.memory_allocated()
     home.bring(moments=True)

@@ -8,7 +8,7 @@ import torch
 from trainer_rig import Rig, group, rig, tiny_trainer
 
 from operators.training.learner import build
-from operators.training.learner.memory import Parked
+from operators.training.learner.memory import OffloadedLearner
 
 GROUPS = [group(number, advantages=[1.0, -0.5, 0.25]) for number in range(6)]
 
@@ -16,7 +16,7 @@ GROUPS = [group(number, advantages=[1.0, -0.5, 0.25]) for number in range(6)]
 @pytest.fixture(autouse=True)
 def main_memory_as_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(build, "Parked", lambda learner, folder: Parked(learner, tmp_path))
+    monkeypatch.setattr(build, "OffloadedLearner", lambda learner, folder: OffloadedLearner(learner, tmp_path))
 
 
 def trained(folder: Path, pending: int | None = None, **knobs: Any) -> tuple[Rig, list[int]]:

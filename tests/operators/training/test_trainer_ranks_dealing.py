@@ -12,9 +12,9 @@ from dataflow.tokens.sampling_mask import SamplingMask
 from operators.ranks.messages import Numbers
 from operators.training.learner.learner import Prepared
 from operators.training.learner.packing import pack
-from operators.training.parallel.dealing import Unit, cost, deal, fill, pieces, spread, units
+from operators.training.parallel.dealing import DealtRollouts, cost, deal, fill, pieces, spread, units
 from operators.training.parallel.lead import dealt, in_order
-from operators.training.parallel.messages import CODEC, Begin, Call, Rows, chosen, function_of
+from operators.training.parallel.messages import CODEC, BeginStep, CallFunction, RowsMessage, chosen, function_of
 
 GROUPS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 30), min_size=1, max_size=6)), max_size=12)
 """By group: tokens of its common prompt, and of each completion."""
@@ -103,7 +103,7 @@ def test_a_group_that_is_no_more_than_an_even_share_stays_whole():
 
 def test_one_group_is_cut_rather_than_that_a_rank_stands_idle_unless_the_loss_needs_it_whole():
     tokens, offsets, numbers = step([(2, [10, 10, 10, 10])])
-    assert units(tokens, offsets, numbers) == [Unit(0, 4, 42)]
+    assert units(tokens, offsets, numbers) == [DealtRollouts(0, 4, 42)]
     cut = deal(tokens, offsets, numbers, 2, 1000)
     assert [[part.tolist() for part in parts] for parts in cut] == [[[0, 1]], [[2, 3]]]
     whole = deal(tokens, offsets, numbers, 2, 1000, whole=True)
@@ -138,7 +138,7 @@ def test_rows_come_through_a_message_as_they_were():
         chosen(rows, np.array([3, 1])),
         chosen(replace(rows, tokens=replace(rows.tokens, sampling_mask=kept)), np.arange(5)),
     ):
-        begin = Begin(3, Rows.of(given_rows), Numbers.of(ids), (2, 3))
+        begin = BeginStep(3, RowsMessage.of(given_rows), Numbers.of(ids), (2, 3))
         found = CODEC.decode(CODEC.encode(begin))
         assert found == begin and found.scale.array.tolist() == ids.tolist()
         again = found.rows.rows()
@@ -171,6 +171,6 @@ def test_micro_batches_in_order_are_neighbours_and_may_be_empty():
 
 def test_arguments_come_through_a_message_paths_as_paths(tmp_path):
     given_arguments = {"folder": tmp_path, "facts": {"step": 3, "node": "trainer"}}
-    call = CODEC.decode(CODEC.encode(Call.of(chosen, given_arguments)))
+    call = CODEC.decode(CODEC.encode(CallFunction.of(chosen, given_arguments)))
     assert call.arguments == given_arguments
     assert function_of(call.function) is chosen

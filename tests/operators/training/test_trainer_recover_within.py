@@ -27,7 +27,7 @@ from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint, saving
 from operators.training.checkpoints.saving import DEAR, Debt
 from operators.training.learner import build
-from operators.training.learner.memory import Parked
+from operators.training.learner.memory import OffloadedLearner
 
 WITHIN_S = 30.0
 """On a clock that goes on by a second with each reading: of several steps."""
@@ -287,7 +287,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning_and_goes_later(policy, t
 def test_an_offloading_trainer_that_catches_up_leaves_whole_checkpoints(
     policy, tmp_path, monkeypatch, recover_within_s
 ):
-    monkeypatch.setattr(build, "Parked", lambda learner, aside: Parked(learner, tmp_path))
+    monkeypatch.setattr(build, "OffloadedLearner", lambda learner, aside: OffloadedLearner(learner, tmp_path))
     folder = run_folder(tmp_path)
     die(live(folder, declared(policy, recover_within_s=float("inf")), range(8)))
     shutil.rmtree(folder.checkpoints.path)
@@ -304,7 +304,7 @@ def test_an_offloading_trainer_that_catches_up_leaves_whole_checkpoints(
 
 
 def test_an_offloading_trainer_that_caught_up_tries_its_last_checkpoint_again(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "Parked", lambda learner, aside: Parked(learner, tmp_path))
+    monkeypatch.setattr(build, "OffloadedLearner", lambda learner, aside: OffloadedLearner(learner, tmp_path))
     folder, left = run_folder(tmp_path), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
     die(live(folder, declared(policy, recover_within_s=float("inf")), range(4)))
     write = checkpoint.StagedState.write

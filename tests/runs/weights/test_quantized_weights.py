@@ -9,7 +9,7 @@ from rigs.graphs import tiny_graph
 
 from dataflow import Devices, Model, inline, run
 from dataflow.node import Learn
-from dataflow.planning.wiring import narrow_format
+from dataflow.planning.wiring import quantized_format
 from operators import Generator
 from transport.weights import WeightWriter
 
@@ -41,7 +41,7 @@ def test_a_run_is_the_same_bit_for_bit_whoever_quantises(
         return [line["loss"] for line in result.metrics if "loss" in line]
 
     by_trainer = losses("trainer")
-    monkeypatch.setattr(Generator, "narrow", None)
+    monkeypatch.setattr(Generator, "quantized", None)
     by_generator = losses("generator")
     assert len(by_trainer) == 3
     assert by_trainer == by_generator
@@ -67,4 +67,4 @@ def test_weights_travel_narrow_where_all_readers_want_the_same(
     for n, weights in enumerate(wanted[1:]):
         other = Generator(Model(str(policy)), weights=weights, name=f"other{n}")
         g.feedback(trainer.weights, other, max_staleness=1)
-    assert narrow_format(g, "trainer") == format_
+    assert quantized_format(g, "trainer") == format_

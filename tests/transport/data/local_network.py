@@ -60,7 +60,7 @@ class LocalConnection:
         self._token = 0
         self._replies: deque[Message] = deque()
 
-    def pack(self, batch: pa.RecordBatch, encoder: frames.Encoder, size_bytes: int) -> Packed:
+    def pack(self, batch: pa.RecordBatch, encoder: frames.BatchEncoder, size_bytes: int) -> Packed:
         """The batch itself: it is immutable."""
         return Packed(content=batch, size_bytes=size_bytes, checksum=0)
 

@@ -49,7 +49,7 @@ def rows_of(rng: np.random.Generator, schema: pa.Schema = SCHEMA) -> pa.RecordBa
 
 def body_of(batch: pa.RecordBatch) -> bytes:
     """A batch as it travels; equal bodies are equal batches, byte for byte."""
-    encoder = frames.Encoder(batch.schema)
+    encoder = frames.BatchEncoder(batch.schema)
     return bytes(encoder.encode(batch, encoder.size_bytes(batch)))
 
 

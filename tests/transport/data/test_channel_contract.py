@@ -5,13 +5,13 @@ import itertools
 import pyarrow as pa
 import pytest
 
-from transport.data.frames import Encoder
+from transport.data.frames import BatchEncoder
 from transport.data.messages import Ack, Data, Refusal, Welcome
-from transport.errors import BatchTooLarge, PeerGone, Refused, SchemaMismatch, TransportError, WaitTimeout
+from transport.errors import BatchTooLarge, PeerGone, SchemaMismatch, SenderRefused, TransportError, WaitTimeout
 
 from .rig import SCHEMA, RawConnection, Rig, connect, drain, firsts, make_batch, settle, take, until
 
-ENCODER = Encoder(SCHEMA)
+ENCODER = BatchEncoder(SCHEMA)
 
 
 def test_batches_arrive_in_order_and_unchanged(rig: Rig) -> None:
@@ -230,7 +230,7 @@ def test_a_batch_that_stays_unsound_ends_its_sender_and_is_never_delivered(rig: 
         [pa.array([1, 2]), pa.ListArray.from_arrays(offsets, pa.array([1, 2, 3], pa.int32()))], schema=SCHEMA
     )
     assert sender.send(unsound)
-    with pytest.raises(Refused, match=r"not valid|no Arrow stream"):
+    with pytest.raises(SenderRefused, match=r"not valid|no Arrow stream"):
         until(lambda: bool(receiver.poll() or sender.poll()))
     assert receiver.receive() is None
     assert receiver.refused == 3
@@ -250,7 +250,7 @@ def test_a_restarted_sender_is_heard_and_its_former_self_is_refused(rig: Rig) ->
     held.ack()
     until(lambda: (receiver.poll(), new.poll(), new.room() == 4)[2])
     zombie = rig.sender(receiver, epoch=1)
-    with pytest.raises(Refused, match="was replaced"):
+    with pytest.raises(SenderRefused, match="was replaced"):
         until(lambda: bool(receiver.poll() or zombie.poll()))
 
 
@@ -261,7 +261,7 @@ def test_a_sender_that_restarts_under_its_old_epoch_is_refused_before_anything_i
     assert first.send(make_batch(1))
     take(receiver, 1, first)
     again = rig.sender(receiver)
-    with pytest.raises(Refused, match="larger epoch"):
+    with pytest.raises(SenderRefused, match="larger epoch"):
         until(lambda: bool(receiver.poll() or again.poll()))
     assert again.room() == 0
 
@@ -271,7 +271,7 @@ def test_a_sender_of_another_edge_or_schema_is_refused_by_name(rig: Rig, knobs: 
     told: list[str] = []
     receiver = rig.receiver(on_refused=lambda edge, peer, reason: told.append(reason))
     sender = rig.sender(receiver, **knobs)
-    with pytest.raises(Refused, match="edge"):
+    with pytest.raises(SenderRefused, match="edge"):
         until(lambda: bool(receiver.poll() or sender.poll()))
     assert receiver.refused == len(told) == 1
     assert not receiver.finished

@@ -69,7 +69,7 @@ def batches(draw: st.DrawFn) -> pa.RecordBatch:
 
 def pack(batch: pa.RecordBatch) -> tuple[Data, bytes]:
     """A batch as its header and its body."""
-    encoder = frames.Encoder(batch.schema)
+    encoder = frames.BatchEncoder(batch.schema)
     body = encoder.encode(batch, encoder.size_bytes(batch)).to_pybytes()
     return _header(body, batch.num_rows), body
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rigs.examples import examples
 
 from transport.data import Delivery, LocalInlet, LocalOutlet, Receiver, Sender
-from transport.data.frames import Encoder
+from transport.data.frames import BatchEncoder
 from transport.errors import BatchTooLarge, FrameError, SchemaMismatch, TransportError
 
 from .local_network import LocalNetwork
@@ -131,7 +131,9 @@ def test_what_cannot_be_taken_is_refused_by_name() -> None:
     _, outlet = made(capacity_bytes=5000)
     with pytest.raises(BatchTooLarge, match=r"'edge'.*9 rows.*raise capacity_rows"):
         outlet.send(make_batch(0, rows=9))
-    with pytest.raises(BatchTooLarge, match=rf"{Encoder(SCHEMA).size_bytes(make_batch(0, tokens=9000))} bytes.*5000"):
+    with pytest.raises(
+        BatchTooLarge, match=rf"{BatchEncoder(SCHEMA).size_bytes(make_batch(0, tokens=9000))} bytes.*5000"
+    ):
         outlet.send(make_batch(0, tokens=9000))
     with pytest.raises(SchemaMismatch, match=r"missing \['tokens'\], not expected \['other'\]"):
         outlet.send(make_batch(0).rename_columns(["value", "other"]))

@@ -5,13 +5,13 @@ import dataclasses
 import pyarrow as pa
 import pytest
 
-from transport.data.frames import Encoder
+from transport.data.frames import BatchEncoder
 from transport.data.messages import Ack, Data, Refusal, Welcome
 
 from .rig import SCHEMA, RawConnection, Rig, connect, drain, firsts, make_batch, settle, take, until
 
 MESSAGE_BYTES = 1 << 12
-ENCODER = Encoder(SCHEMA)
+ENCODER = BatchEncoder(SCHEMA)
 LARGE = make_batch(7, rows=4, tokens=5_000)
 LARGE_BYTES = ENCODER.size_bytes(LARGE)
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from transport.data import Keys, Receiver, Sender, SocketNetwork, make_keys
-from transport.errors import AddressError, PeerGone, Refused
+from transport.errors import AddressError, PeerGone, SenderRefused
 
 from .rig import SCHEMA, Rig, connect, drain, firsts, make_batch, settle, take, until
 
@@ -216,7 +216,7 @@ def test_a_sender_with_a_key_of_its_own_is_refused(locked: Locked) -> None:
         secret=other.secret,
     )
     sender = locked.sender(stranger)
-    with pytest.raises(Refused, match="does not accept its key"):
+    with pytest.raises(SenderRefused, match="does not accept its key"):
         until(lambda: bool(locked.receiver.poll() or sender.poll()))
     until(lambda: (locked.receiver.poll(), locked.receiver.refused > 0)[1])
     assert len(locked.told) == 1

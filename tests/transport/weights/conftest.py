@@ -13,12 +13,12 @@ import pytest
 import torch
 import zmq
 
-from transport.weights import CudaIpc, FlatLayout, Hub, Pace, SharedMemory, WeightReader, WeightWriter
+from transport.weights import CudaIpc, FlatLayout, Hub, SharedMemory, Timing, WeightReader, WeightWriter
 from transport.weights.executors import address as addresses
 from transport.weights.executors import shared_memory
 from transport.weights.executors.device_memory import HostMemory
 
-PACE = Pace(heartbeat_s=0.5, silent_s=3.0, release_s=5.0, gone_s=60.0)
+PACE = Timing(heartbeat_s=0.5, silent_s=3.0, release_s=5.0, gone_s=60.0)
 
 
 @dataclass

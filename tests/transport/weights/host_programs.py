@@ -12,7 +12,7 @@ import torch
 
 from transport.security import RunKeys
 from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter
-from transport.weights.sharded.control import Host, Listener
+from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
 
 MODEL = {f"t{n}": ((64, 64), "float32") for n in range(8)}
 PACE = Deadlines(heartbeat_s=0.1, gone_s=2.0, form_s=10.0, ready_s=2.0, transfer_s=3.0)
@@ -22,10 +22,10 @@ LIMIT_S = 120.0
 def main(what: str, folder: Path, address: str) -> None:
     torch.set_num_threads(1)
     keys = {name: key.encode() for name, key in json.loads((folder / "keys").read_text()).items()}
-    host = Host(address, RunKeys.from_plain(keys))
+    host = NetworkEnd(address, RunKeys.from_plain(keys))
     layout, until = Layout.whole(MODEL), time.monotonic() + LIMIT_S
     if what == "train":
-        listener = Listener(f"tcp://{address}:*", host.keys)
+        listener = CoordinatorSocket(f"tcp://{address}:*", host.keys)
         writer = ShardedWriter(layout, 0, listener.address, deadlines=PACE, host=host, listener=listener)
         (folder / "line").write_text(listener.address)
         version = 0

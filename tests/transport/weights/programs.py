@@ -5,12 +5,12 @@ import time
 
 import torch
 
-from transport.weights import FlatLayout, Pace, ShardedReader, WeightReader, WeightWriter
+from transport.weights import FlatLayout, ShardedReader, Timing, WeightReader, WeightWriter
 from transport.weights.memory import buffers
 from transport.weights.memory.verification import Verification
 
 MIXTURE, LATE = 3, 4
-PACE = Pace(heartbeat_s=0.05, silent_s=0.5, release_s=0.3, gone_s=60.0)
+PACE = Timing(heartbeat_s=0.05, silent_s=0.5, release_s=0.3, gone_s=60.0)
 DEADLINE_S = 40.0
 
 

@@ -30,7 +30,7 @@ from transport.weights.protocol.messages import Offer, StartTransfer
 from transport.weights.protocol.ranks import ReaderRank, SourceRank
 from transport.weights.protocol.rounds import Coordinator, Group, Phase
 from transport.weights.protocol.segments import SegmentOffers
-from transport.weights.sharded.steps import Step
+from transport.weights.sharded.steps import ChunkMessage
 
 from .programs import DEADLINE_S, LATE, LAYOUT, MIXTURE, PACE, model
 from .sharded_programs import BUCKET_BYTES, values
@@ -136,7 +136,7 @@ GENERATOR_DIES = {
 SHARDED_TRAINER_DIES = {
     "forming": dies(SourceRank, "formed", nth(1)),
     "all ready": dies(Coordinator, "_offer", lambda coordinator, group, _: _is_starting(coordinator, group, 2)),
-    "sending": dies(Step, "pack", nth(6)),
+    "sending": dies(ChunkMessage, "pack", nth(6)),
     "sent": dies(SourceRank, "transferred", nth(2)),
     "all verified": dies(Coordinator, "_verified", lambda _, group: group.offered == 2),
 }
@@ -144,7 +144,7 @@ SHARDED_TRAINER_DIES = {
 SHARDED_GENERATOR_DIES = {
     "forming": dies(ReaderRank, "formed", nth(1)),
     "offered": dies(ReaderRank, "receive", lambda _, word, now: _hears_of(word, 2)),
-    "receiving": dies(Step, "unpack", nth(6)),
+    "receiving": dies(ChunkMessage, "unpack", nth(6)),
     "verified": dies(ReaderRank, "transferred", nth(2), first=False),
     "before it adopts": dies(ShardedReader, "adopt", nth(2)),
     "adopted": dies(ShardedReader, "adopt", nth(2), first=False),

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter
-from transport.weights.sharded.put import Arrival, Deposit
-from transport.weights.sharded.steps import Step
+from transport.weights.sharded.put import Deposit, DepositedChunk
+from transport.weights.sharded.steps import ChunkMessage
 
 from .programs import check, compute
 
@@ -43,8 +43,10 @@ def serve_and_stop_in_the_middle(address: str, name: str, layout: Layout, rank: 
     """As `serve`, but it gets signal `how` once, half way through its second transfer."""
     received = []
 
-    def stopping(unpack: Callable[[Step | Arrival], list[int]]) -> Callable[[Step | Arrival], list[int]]:
-        def stop(step: Step | Arrival) -> list[int]:
+    def stopping(
+        unpack: Callable[[ChunkMessage | DepositedChunk], list[int]],
+    ) -> Callable[[ChunkMessage | DepositedChunk], list[int]]:
+        def stop(step: ChunkMessage | DepositedChunk) -> list[int]:
             received.append(step)
             if len(received) == 12 // layout.ranks:
                 os.kill(os.getpid(), how)
@@ -52,7 +54,7 @@ def serve_and_stop_in_the_middle(address: str, name: str, layout: Layout, rank: 
 
         return stop
 
-    for kind in (Step, Arrival):
+    for kind in (ChunkMessage, DepositedChunk):
         kind.unpack = stopping(kind.unpack)
     serve(address, name, layout, rank, last)
 
@@ -70,16 +72,16 @@ def train(address: str, layout: Layout, rank: int, versions: int, pause_s: float
 
 def train_and_stop_in_the_middle(address: str) -> None:
     """A trainer that is killed half way through sending version 2."""
-    pack: Callable[[Step], list[int] | None] = Step.pack
+    pack: Callable[[ChunkMessage], list[int] | None] = ChunkMessage.pack
     sent = []
 
-    def stopping(step: Step) -> list[int] | None:
+    def stopping(step: ChunkMessage) -> list[int] | None:
         sent.append(step)
         if len(sent) == 12:
             os.kill(os.getpid(), signal.SIGKILL)
         return pack(step)
 
-    Step.pack = stopping
+    ChunkMessage.pack = stopping
     train(address, WHOLE, 0, 2, 1.5)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.layout.plan import CopyPlan
 from transport.weights.layout.shards import Mesh, Shards
 
@@ -43,7 +43,7 @@ def meshed(draw, tensors, first: int = 0, shapes=MESHES) -> Layout:
         cuts = tuple(draw(st.tuples(*[dims] * axes)))
         parts = tuple(draw(st.tuples(*[st.sampled_from([1, 1, 2, 3])] * axes)))
         shards = Shards.cut(shape, mesh, cuts, order, parts)
-        held[name] = Held(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
+        held[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
     return Layout(tensors=held)
 
 
@@ -86,7 +86,7 @@ def by_hand(draw, tensors, complete: bool) -> Layout:
             ranks = [*ranks, 7]
             start, stop = np.vstack([start, np.zeros_like(start[:1])]), np.vstack([stop, [shape]])
         shards = Shards.boxes(ranks, start, stop.astype(np.int64))
-        held[name] = Held(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
+        held[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
     return Layout(tensors=held)
 
 
@@ -124,7 +124,7 @@ def whole(tensors) -> dict[str, torch.Tensor]:
     return full
 
 
-def boxes(layout: Layout) -> Iterator[tuple[Held, int, tuple[slice, ...], tuple[slice, ...]]]:
+def boxes(layout: Layout) -> Iterator[tuple[TensorLayout, int, tuple[slice, ...], tuple[slice, ...]]]:
     """Every box of a layout: whose, which rank's, where in the full tensor, where in the local one."""
     for held in layout.tensors.values():
         shards = held.shards

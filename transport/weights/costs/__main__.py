@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transport.weights.costs.decoder import FAMILIES, NAMED, Decoder
 from transport.weights.costs.interconnect import Interconnect
-from transport.weights.costs.on_paper import OnPaper, Ranks, on_paper
+from transport.weights.costs.on_paper import OnPaper, RankGrid, on_paper
 from transport.weights.encoding import QUANTIZED
 from transport.weights.errors import LayoutMismatch
 
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found: OnPaper = on_paper(
             Decoder.of(asked.model),
-            Ranks(replicas=asked.trainer[0], shards=asked.trainer[1], tensor_parallel=asked.trainer_tensor_parallel),
-            Ranks(replicas=replicas, tensor_parallel=ranks),
+            RankGrid(replicas=asked.trainer[0], shards=asked.trainer[1], tensor_parallel=asked.trainer_tensor_parallel),
+            RankGrid(replicas=replicas, tensor_parallel=ranks),
             links,
             dtype="bfloat16" if quantized else asked.precision,
             quantized=quantized,

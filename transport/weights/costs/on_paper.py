@@ -23,7 +23,7 @@ STATE = {"weights": 4, "gradients": 4, "optimiser": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class RankGrid:
     """The ranks of one side: replicas, each cut by FSDP, each piece of it by tensor parallelism."""
 
     replicas: int = 1
@@ -48,7 +48,7 @@ class OnPaper:
     plan: CopyPlan
     links: Interconnect
     made: Cost
-    readers: Ranks
+    readers: RankGrid
     """The generator's."""
     held: Mapping[str, Mapping[str, Ints]]
     """By side, by part: bytes of each rank at the start."""
@@ -90,7 +90,7 @@ class OnPaper:
 
 
 def on_paper(
-    model: Decoder, trainer: Ranks, generator: Ranks, links: Interconnect, *, dtype: str = "bfloat16",
+    model: Decoder, trainer: RankGrid, generator: RankGrid, links: Interconnect, *, dtype: str = "bfloat16",
     quantized: str | None = None,
 ) -> OnPaper:  # fmt: skip
     """A version from the trainer's ranks into the generator's.

@@ -15,7 +15,7 @@ from transport.weights.sharded.process_group import ONE_SIDED
 from transport.weights.sharded.reader import Receiving, ShardedReader
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.rendezvous import Meeting
-from transport.weights.sharded.steps import Step, recent
+from transport.weights.sharded.steps import ChunkMessage, recent
 from transport.weights.sharded.transfer import Outbound
 from transport.weights.sharded.writer import Sending, ShardedWriter
 
@@ -66,7 +66,7 @@ class _SendingDeltas(Sending):
         self._gathered: dict[int, Gathered] = {}
         super().__init__(writer, form, meeting)
 
-    def _agreed(self, version: int, steps: list[Step], deadline: float) -> Sequence[Outbound]:
+    def _agreed(self, version: int, steps: list[ChunkMessage], deadline: float) -> Sequence[Outbound]:
         """The receivers tell what version they have, and are told the sizes."""
         asked = self._exchange.agree({}, dict.fromkeys(self._chunks, 1), deadline)
         messages: Sequence[Outbound] = steps
@@ -96,7 +96,7 @@ class _ReceivingDeltas(Receiving):
         self._gathered: dict[int, Gathered] = {}
         super().__init__(reader, buffers, form, meeting)
 
-    def _receive(self, steps: list[Step], deadline: float) -> TransferOutcome:
+    def _receive(self, steps: list[ChunkMessage], deadline: float) -> TransferOutcome:
         with self._lock:
             base = self._buffers.base(self._epoch) if self._usable else None
         messages = self._agreed(steps, base, deadline)
@@ -105,7 +105,9 @@ class _ReceivingDeltas(Receiving):
             self._usable = False
         return outcome
 
-    def _agreed(self, steps: list[Step], base: Buffer | None, deadline: float) -> Sequence[Step | Patch]:
+    def _agreed(
+        self, steps: list[ChunkMessage], base: Buffer | None, deadline: float
+    ) -> Sequence[ChunkMessage | Patch]:
         """The messages as their senders will send them, knowing what version this rank has."""
         exact = set(self._chunks) - {step.peer for step in steps if step.casts}
         bases = {peer: [base.version if base and peer in exact else -1] for peer in self._chunks}

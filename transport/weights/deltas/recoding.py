@@ -15,7 +15,7 @@ from transport.weights.errors import WeightError
 from transport.weights.layout.flat import ALIGNMENT
 from transport.weights.sharded.chunks import Chunk, Sums
 from transport.weights.sharded.staging import Tensors
-from transport.weights.sharded.steps import Step, step_of
+from transport.weights.sharded.steps import ChunkMessage, step_of
 from transport.weights.sharded.transfer import Outbound
 
 WHOLE_CHUNK = -1
@@ -49,10 +49,10 @@ class Gathered:
         return step.data, step.pack() or []
 
 
-class Change:
+class DeltaMessage:
     """A message to one peer, as a delta."""
 
-    def __init__(self, step: Step, delta: Delta, sums: list[int]) -> None:
+    def __init__(self, step: ChunkMessage, delta: Delta, sums: list[int]) -> None:
         """`step`: the message in full. `sums`: of its fragments."""
         self.peer, self.tag = step.peer, step.tag
         self.data = delta.to_bytes()
@@ -75,7 +75,7 @@ class Change:
 class Patch:
     """A message from one peer, as a delta on the version that `base` has."""
 
-    def __init__(self, step: Step, nbytes: int, base: Gathered) -> None:
+    def __init__(self, step: ChunkMessage, nbytes: int, base: Gathered) -> None:
         """`step`: the message in full. `nbytes`: of the delta."""
         self.peer, self.tag, self.names = step.peer, step.tag, step.names
         self._step, self._nbytes, self._base = step, nbytes, base
@@ -102,16 +102,16 @@ class Patch:
 
 
 def changes(
-    steps: Sequence[Step],
+    steps: Sequence[ChunkMessage],
     current: Gathered,
     bases: Mapping[int, tuple[int, Gathered]],
     known: Sums,
     link_bytes_per_s: float,
-) -> list[Step | Change]:
+) -> list[ChunkMessage | DeltaMessage]:
     """What to send: of each message the delta from its peer's version, where that is cheaper, else itself.
 
     `bases`: by peer, the version that it has. `known`: checksums of the current version."""
-    found: list[Step | Change] = []
+    found: list[ChunkMessage | DeltaMessage] = []
     for step in steps:
         delta = None
         if step.peer in bases:
@@ -119,7 +119,7 @@ def changes(
             before, _ = base.message(step.peer, step.tag)
             now, sums = current.message(step.peer, step.tag)
             delta = encode_delta(before, now, link_bytes_per_s, base=version, scan_bytes_per_s=SCAN_BYTES_PER_S)
-        found.append(step if delta is None else Change(step, delta, step.known(known) or sums))
+        found.append(step if delta is None else DeltaMessage(step, delta, step.known(known) or sums))
     return found
 
 
@@ -127,15 +127,17 @@ def sizes(messages: Sequence[Outbound]) -> dict[int, list[int]]:
     """By peer: the bytes of each delta, WHOLE_CHUNK where it is none."""
     found: dict[int, list[int]] = {}
     for message in messages:
-        size = message.nbytes if isinstance(message, Change) else WHOLE_CHUNK
+        size = message.nbytes if isinstance(message, DeltaMessage) else WHOLE_CHUNK
         found.setdefault(message.peer, []).append(size)
     return found
 
 
-def patches(steps: Sequence[Step], told: Mapping[int, Sequence[int]], base: Gathered | None) -> list[Step | Patch]:
+def patches(
+    steps: Sequence[ChunkMessage], told: Mapping[int, Sequence[int]], base: Gathered | None
+) -> list[ChunkMessage | Patch]:
     """What to receive, where the peers have told `sizes`. WeightError when those cannot be."""
     left = {peer: iter(found) for peer, found in told.items()}
-    found: list[Step | Patch] = []
+    found: list[ChunkMessage | Patch] = []
     for step in steps:
         size = next(left[step.peer])
         if size == WHOLE_CHUNK:

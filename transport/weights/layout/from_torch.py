@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.layout.shards import Mesh, Shards
 
 
@@ -23,7 +23,7 @@ def layout_of(tensors: torch.nn.Module | Mapping[str, torch.Tensor], ranks: Sequ
     travels under its first. LayoutMismatch for Partial placements."""
     if isinstance(tensors, torch.nn.Module):
         tensors = dict(tensors.named_parameters(remove_duplicate=False))
-    held: dict[str, Held] = {}
+    held: dict[str, TensorLayout] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
     everyone = Mesh((len(ranks),), tuple(ranks))
@@ -34,7 +34,7 @@ def layout_of(tensors: torch.nn.Module | Mapping[str, torch.Tensor], ranks: Sequ
             continue
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         shards = _placed(name, tensor) if isinstance(tensor, DTensor) else Shards.cut(shape, everyone, (None,))
-        held[name] = Held(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
+        held[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
     return Layout(tensors=held, aliases=aliases)
 
 

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class TensorLayout:
     """One full tensor, as the ranks hold it."""
 
     name: str
@@ -39,7 +39,7 @@ class Held:
 class Layout:
     """A model's tensors over the ranks of one side, the trainer's or the generator's."""
 
-    tensors: Mapping[str, Held]
+    tensors: Mapping[str, TensorLayout]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names of tied tensors, each with the name under which its bytes travel."""
 
@@ -105,7 +105,7 @@ class Layout:
     ) -> Layout:
         """Full tensors, name -> (shape, dtype), dealt out over a mesh; `cuts` and `order` as in `Shards.cut`."""
         held = {
-            name: Held(
+            name: TensorLayout(
                 name=name, shape=shape, dtype=dtype, shards=Shards.cut(shape, mesh, cuts(name), order), into=name
             )
             for name, (shape, dtype) in tensors.items()
@@ -151,7 +151,7 @@ class Layout:
             for held in part:
                 lengths[number, held.shards.ranks] = held.shards.local_shape[:, dim]
         starts, total = np.cumsum(lengths, axis=0) - lengths, lengths.sum(axis=0)
-        moved: dict[str, Held] = {}
+        moved: dict[str, TensorLayout] = {}
         for part, start in zip(inside, starts, strict=True):
             for held in part:
                 ranks = held.shards.ranks
@@ -164,7 +164,7 @@ class Layout:
 
     def stacked(self, into: str, parts: Collection[str]) -> Layout:
         """Each rank holds its local tensors `parts`, of equal shape, in one local tensor [count, ...] (experts)."""
-        lifted: dict[str, Held] = {}
+        lifted: dict[str, TensorLayout] = {}
         for held in itertools.chain.from_iterable(self._inside(parts)):
             shards = held.shards
             shards = replace(
@@ -175,9 +175,9 @@ class Layout:
             lifted[held.name] = replace(held, shards=shards)
         return replace(self, tensors={**self.tensors, **lifted}).fused(into, parts)
 
-    def _inside(self, parts: Collection[str]) -> list[list[Held]]:
+    def _inside(self, parts: Collection[str]) -> list[list[TensorLayout]]:
         """What lies in each of these local tensors."""
-        inside: dict[str, list[Held]] = {}
+        inside: dict[str, list[TensorLayout]] = {}
         for held in self.tensors.values():
             inside.setdefault(held.into, []).append(held)
         missing = [part for part in parts if part not in inside]
@@ -198,7 +198,7 @@ class Layout:
             raise LayoutMismatch(
                 f"the parts of '{name}' must make up the whole; found {dict(parts)} for {held.shape[dim]} along {dim}"
             )
-        tensors: dict[str, Held] = {key: value for key, value in self.tensors.items() if key != name}
+        tensors: dict[str, TensorLayout] = {key: value for key, value in self.tensors.items() if key != name}
         shards, first = held.shards, 0
         lead = shards.local_start.shape[1] - len(held.shape)
         for part, length in parts.items():
@@ -258,7 +258,7 @@ class Layout:
             tensors = {}
             for name, shape, dtype, into, number in plain["tensors"]:
                 full = tuple(map(int, shape))
-                tensors[str(name)] = Held(
+                tensors[str(name)] = TensorLayout(
                     name=str(name), shape=full, dtype=str(dtype), shards=shards[number], into=str(into)
                 )
             aliases = {str(alias): str(name) for alias, name in plain["aliases"].items()}

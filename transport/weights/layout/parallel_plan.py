@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Held, Layout, Shape
+from transport.weights.layout.layout import Layout, Shape, TensorLayout
 from transport.weights.layout.shards import Mesh, Shards
 
 Cut = tuple[int | None, int]
@@ -74,7 +74,7 @@ def mesh_layout(
             shards = Shards.cut(shape, by_heads, (*cuts, None), order=(0, 2, 3, 1), parts=(1, 1, parts, 1))
         else:
             shards = Shards.cut(shape, mesh, cuts, order=(0, 2, 1), parts=(1, 1, parts))
-        held[name] = Held(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
+        held[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
     return Layout(tensors=held, aliases=dict(aliases or {}))
 
 

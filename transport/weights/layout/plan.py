@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport.weights.layout.flat import ITEM_BYTES
-from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.layout.shards import Ints, Shards
 
 Box = tuple[slice, ...]
@@ -130,7 +130,7 @@ class CopyPlan:
 
     source: Layout
     destination: Layout
-    kinds: tuple[tuple[Kind, tuple[tuple[Held, Held], ...]], ...]
+    kinds: tuple[tuple[Kind, tuple[tuple[TensorLayout, TensorLayout], ...]], ...]
     """Each with its tensors, as the two sides hold them."""
 
     def copies(self, *, source_rank: int | None = None, destination_rank: int | None = None) -> Iterator[Copy]:

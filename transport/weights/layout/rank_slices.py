@@ -10,7 +10,7 @@ import numpy as np
 
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.flat import FlatLayout, Shaped
-from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.layout.shards import Shards
 
 T = TypeVar("T", bound=Shaped)
@@ -61,7 +61,7 @@ def layout_of_slices(flat: FlatLayout, slices: Sequence[Mapping[str, RankSlice]]
     for spec in flat.tensors:
         whole: RankSlice = (spec.shape, None, ())
         cuts = [each.get(spec.name, whole) for each in slices]
-        held[spec.name] = Held(
+        held[spec.name] = TensorLayout(
             name=spec.name, shape=tuple(cuts[0][0]), dtype=spec.dtype, shards=_dealt(cuts), into=spec.name
         )
     return Layout(tensors=held, aliases=dict(flat.aliases))

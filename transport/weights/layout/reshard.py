@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.layout.plan import Box, Copy, CopyPlan, Kind
 from transport.weights.layout.shards import Ints, Shards
 
@@ -27,7 +27,7 @@ def reshard(source: Layout, destination: Layout) -> CopyPlan:
     """The copies that fill every destination byte exactly once.
 
     LayoutMismatch where the destination wants a tensor, or a part of one, that no source rank holds."""
-    kinds: dict[tuple[Shards, Shards, str, str], list[tuple[Held, Held]]] = {}
+    kinds: dict[tuple[Shards, Shards, str, str], list[tuple[TensorLayout, TensorLayout]]] = {}
     for name, wanted in destination.tensors.items():
         if not len(wanted.shards.ranks):
             continue
@@ -46,7 +46,7 @@ def reshard(source: Layout, destination: Layout) -> CopyPlan:
     return CopyPlan(source, destination, tuple(made))
 
 
-def _held(source: Layout, destination: Layout, name: str, wanted: Held) -> Held:
+def _held(source: Layout, destination: Layout, name: str, wanted: TensorLayout) -> TensorLayout:
     """The source's tensor that fills the destination's of this name, or of a name that is tied to it there."""
     names = [name, *(alias for alias, of in destination.aliases.items() if of == name)]
     travels = dict.fromkeys(source.aliases.get(each, each) for each in names)

@@ -18,7 +18,7 @@ MOST_ORDER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class MirrorView:
     """What a reader knows when it looks."""
 
     own: str
@@ -35,7 +35,7 @@ class Seen:
     """Among the readers of its host, by the plan."""
 
 
-def choose(seen: Seen) -> Literal["stay", "lead", "follow"]:
+def choose(seen: MirrorView) -> Literal["stay", "lead", "follow"]:
     """Stay with what it does, become the mirror, or follow the one that the note names."""
     if seen.leads:
         return "stay" if seen.noted in ("", seen.own) else "follow"

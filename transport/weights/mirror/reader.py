@@ -18,7 +18,7 @@ from transport.weights.layout.flat import FlatLayout
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.rank_slices import RankSlice
 from transport.weights.memory.ports import TurnsTo
-from transport.weights.mirror.choice import Seen, choose
+from transport.weights.mirror.choice import MirrorView, choose
 from transport.weights.mirror.mirror import Mirror
 from transport.weights.mirror.receiver import MirrorReceiver
 from transport.weights.mirror.writer import MirrorWriter
@@ -101,7 +101,7 @@ class MirroredReader(WeightReader):
             raise self._mirror.error
         noted = self._noted()
         quiet_s = now - max(self._membership.heard, self._turned)
-        seen = Seen(
+        seen = MirrorView(
             own=self._place.own, follows=self._follows if self._has_turned else "", noted=noted, leads=self.leads,
             quiet_s=quiet_s, order=self._place.order,
         )  # fmt: skip

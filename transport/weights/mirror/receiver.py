@@ -89,7 +89,7 @@ class SegmentBuffers(ReceiveBuffers):
 
 
 @dataclass(frozen=True)
-class Arrival:
+class WholeVersion:
     """A version that lies whole in a segment, verified."""
 
     segment: WriterSegment
@@ -111,7 +111,7 @@ class MirrorReceiver(DeltaReader):
         self._buffers, self._started = self._segments, True
         self._control.start()
 
-    def arrived(self) -> Arrival | None:
+    def arrived(self) -> WholeVersion | None:
         """Hold what has arrived last, if it is new, until `adopt`. Raises as `poll`."""
         with self._control.changed:
             return None if self._held is not None or self.poll() is None else self._taken()
@@ -128,11 +128,11 @@ class MirrorReceiver(DeltaReader):
         """Tell the trainer who takes these versions from here, and which each of them holds."""
         self._member.behind = readers
 
-    def _taken(self) -> Arrival | None:
+    def _taken(self) -> WholeVersion | None:
         self.verify()
         if (held := self._held) is None:
             return None
-        return Arrival(self._segments.segment_of(held.version, held.epoch), held.version, held.writer)
+        return WholeVersion(self._segments.segment_of(held.version, held.epoch), held.version, held.writer)
 
 
 def _segment(buffer: Buffer) -> WriterSegment:

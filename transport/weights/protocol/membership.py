@@ -23,13 +23,13 @@ from transport.weights.protocol.messages import (
     WriterHeartbeat,
     WriterMessage,
 )
-from transport.weights.protocol.pace import Pace
+from transport.weights.protocol.pace import Timing
 
 
-class Membership(ABC):
+class GroupMember(ABC):
     """One rank of a reader group. Subclasses take versions: `_receive`, and what ends with an epoch."""
 
-    def __init__(self, join: Join, pace: Pace) -> None:
+    def __init__(self, join: Join, pace: Timing) -> None:
         """`join`: the first one."""
         self.pace = pace
         self.join = join

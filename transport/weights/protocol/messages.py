@@ -228,7 +228,7 @@ class FormGroup:
     layout: dict[str, Any]
     """The other side's."""
     store: str
-    """File under which the ranks meet; empty: they meet over this line (`Put`, `Ask`, `Told`)."""
+    """File under which the ranks meet; empty: they meet over this line (`Put`, `GetValue`, `StoredValue`)."""
     backend: str
     """gloo | nccl."""
     bucket_bytes: int
@@ -258,7 +258,7 @@ class Put:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class GetValue:
     """Any rank: tell me this value as soon as somebody has put it."""
 
     epoch: int
@@ -266,7 +266,7 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class StoredValue:
     """Coordinator: it is this."""
 
     epoch: int
@@ -320,10 +320,12 @@ class RoundAborted:
     """What was found where the version is damaged, else empty."""
 
 
-ReaderMessage = Join | ReaderHeartbeat | Ready | Committed | Refused | FormResult | Put | Ask | TransferResult | Leave
-SourceMessage = Register | SourceHeartbeat | FormResult | Put | Ask | TransferResult | Leave
+ReaderMessage = (
+    Join | ReaderHeartbeat | Ready | Committed | Refused | FormResult | Put | GetValue | TransferResult | Leave
+)
+SourceMessage = Register | SourceHeartbeat | FormResult | Put | GetValue | TransferResult | Leave
 MemberMessage = ReaderMessage | SourceMessage
-GroupMessage = WriterHeartbeat | Upcoming | Offer | FormGroup | Told | StartTransfer | Verified | RoundAborted
+GroupMessage = WriterHeartbeat | Upcoming | Offer | FormGroup | StoredValue | StartTransfer | Verified | RoundAborted
 """Of a writer, to the members of an epoch."""
 WriterMessage = GroupMessage | Welcome | Fenced | Denied | Registered | SourceFailed
 Message = MemberMessage | WriterMessage

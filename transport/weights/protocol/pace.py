@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class Timing:
     """Of all ways to move versions."""
 
     heartbeat_s: float = 0.5
@@ -20,7 +20,7 @@ class Pace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deadlines(Pace):
+class Deadlines(Timing):
     """Of collective rounds, whose ranks speak in a thread of their own, and where one that is gone holds up all."""
 
     gone_s: float = 20.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from transport.weights.protocol.membership import Membership
+from transport.weights.protocol.membership import GroupMember
 from transport.weights.protocol.messages import (
     BROKEN,
     WHOLE,
@@ -39,7 +39,7 @@ from transport.weights.protocol.pace import Deadlines, FreezeWatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connect:
+class FormProcessGroup:
     """Work: plan, and make the process group."""
 
     form: FormGroup
@@ -68,7 +68,7 @@ class TransferOutcome:
 
 
 @dataclass(frozen=True)
-class Offered:
+class GroupVersion:
     """A version that every rank of the group has its part of."""
 
     version: int
@@ -79,13 +79,13 @@ class Offered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Abort:
+class EndEpoch:
     """Work: this epoch is over; end what runs for it, without waiting."""
 
     epoch: int
 
 
-Action = MemberMessage | Connect | Transfer | Abort
+Action = MemberMessage | FormProcessGroup | Transfer | EndEpoch
 Actions = list[Action]
 
 
@@ -128,10 +128,10 @@ class SourceRank:
                 return [self.join]
             case FormGroup():
                 self._turns[message.epoch] = None
-                return [Connect(form=message)]
+                return [FormProcessGroup(form=message)]
             case Fenced() if message.epoch in self._turns:
                 del self._turns[message.epoch]
-                return [Abort(epoch=message.epoch)]
+                return [EndEpoch(epoch=message.epoch)]
             case StartTransfer() if message.epoch in self._turns and self._turns[message.epoch] is None:
                 if message.version not in self.versions:
                     fault = f"source rank {self.join.rank} has version {message.version} no longer"
@@ -184,7 +184,7 @@ class SourceRank:
         for turn in [turn for turn in self._turns.values() if turn]:
             del self._turns[turn.epoch]
             out += [
-                Abort(epoch=turn.epoch),
+                EndEpoch(epoch=turn.epoch),
                 TransferResult(epoch=turn.epoch, round=turn.round, state=BROKEN, fault=fault),
             ]
         return out
@@ -194,7 +194,7 @@ class SourceRank:
         return Leave(epoch=0)
 
 
-class ReaderRank(Membership):
+class ReaderRank(GroupMember):
     """A rank of a reader group: it takes part in rounds while it has a buffer free, and sees whole versions only."""
 
     def __init__(self, join: Join, deadlines: Deadlines) -> None:
@@ -222,11 +222,11 @@ class ReaderRank(Membership):
         return [TransferResult(epoch=epoch, round=round, state=outcome.state, fault=outcome.fault)]
 
     @property
-    def offered(self) -> Offered | None:
+    def offered(self) -> GroupVersion | None:
         """What may be adopted, if anything."""
-        return Offered(self.offer, self.epoch, self._writer) if self.offer >= 0 else None
+        return GroupVersion(self.offer, self.epoch, self._writer) if self.offer >= 0 else None
 
-    def adopted(self, taken: Offered, held_s: float = 0.0) -> Actions:
+    def adopted(self, taken: GroupVersion, held_s: float = 0.0) -> Actions:
         """This version is computed with from now on, though its epoch may be over; the buffer of the one before is
         free. held_s: how long that has kept the rank's loop."""
         self.hold(taken.version, taken.writer)
@@ -243,7 +243,7 @@ class ReaderRank(Membership):
         return self._ended() if message.epoch != self.epoch else []
 
     def _ended(self) -> Actions:
-        out: Actions = [Abort(epoch=self.epoch)] if self.epoch else []
+        out: Actions = [EndEpoch(epoch=self.epoch)] if self.epoch else []
         self.offer, self._connecting, self._whole = -1, False, False
         self._round, self._arriving = 0, -1
         return out
@@ -252,7 +252,7 @@ class ReaderRank(Membership):
         match message:
             case FormGroup() if not self._connecting:
                 self._connecting = True
-                return [Connect(form=message)]
+                return [FormProcessGroup(form=message)]
             case Offer() if self._arriving < 0 and self.offer < 0:
                 return [self._ready_ahead()]
             case StartTransfer() if self._arriving < 0 and self.offer < 0 and message.round == self._round + 1:

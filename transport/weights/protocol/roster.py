@@ -27,7 +27,7 @@ from transport.weights.protocol.messages import (
     WriterHeartbeat,
     WriterMessage,
 )
-from transport.weights.protocol.pace import Pace
+from transport.weights.protocol.pace import Timing
 
 Outgoing = list[tuple[bytes, WriterMessage]]
 """Messages with the peer that each is for."""
@@ -70,7 +70,7 @@ class ReaderStatus:
 
 
 @dataclass(kw_only=True)
-class Seat:
+class MemberRank:
     """A rank of a reader group."""
 
     peer: bytes
@@ -88,7 +88,7 @@ class Group:
     name: str
     order: int
     """Groups are listed in the order of joining."""
-    seats: dict[int, Seat] = field(default_factory=dict)
+    seats: dict[int, MemberRank] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
     """By rank, the latest that has come."""
     phase: Phase = Phase.GATHERING
@@ -138,7 +138,7 @@ class Group:
         self.seats, self.epoch, self.version = {}, 0, -1
         self.enter(Phase.GATHERING, set())
 
-    def hold(self, seat: Seat, version: int) -> None:
+    def hold(self, seat: MemberRank, version: int) -> None:
         """The seat's rank computes with this version."""
         seat.version = version
         if all(each.version == version for each in self.seats.values()):
@@ -149,7 +149,7 @@ class Group:
         self.waiting.discard(peer)
         return not self.waiting
 
-    def seat_of(self, peer: bytes) -> Seat | None:
+    def seat_of(self, peer: bytes) -> MemberRank | None:
         """Where this peer sits."""
         return next((seat for seat in self.seats.values() if seat.peer == peer), None)
 
@@ -162,7 +162,7 @@ class Group:
 class Roster(ABC):
     """Who is in. Subclasses say what follows: `_gathered`, `_receive`, and what they send besides."""
 
-    def __init__(self, writer: int, layout: Mapping[str, Any], pace: Pace) -> None:
+    def __init__(self, writer: int, layout: Mapping[str, Any], pace: Timing) -> None:
         """`writer`: names it. `layout`: as readers are told with their Welcome."""
         self.pace = pace
         self.faults: dict[str, str] = {}
@@ -243,7 +243,7 @@ class Roster(ABC):
     def _receive(self, group: Group, peer: bytes, message: MemberMessage, now: float) -> Outgoing:
         """A message of the group's epoch."""
 
-    def _repeated(self, group: Group, seat: Seat, now: float) -> Outgoing:
+    def _repeated(self, group: Group, seat: MemberRank, now: float) -> Outgoing:
         """A Join has come twice."""
         return []
 
@@ -280,7 +280,7 @@ class Roster(ABC):
             del group.seats[join.rank]
         out += self._fence(group)
         held = join.version if join.writer == self._writer else -1
-        group.seats[join.rank] = Seat(peer=peer, join=join, version=held, heard=now)
+        group.seats[join.rank] = MemberRank(peer=peer, join=join, version=held, heard=now)
         return out + self._gathered(group, now)
 
     def _begin(self, group: Group) -> Outgoing:
@@ -289,7 +289,7 @@ class Roster(ABC):
         group.begin(self._epochs)
         return [(seat.peer, self._welcome(group, seat)) for seat in group.seats.values()]
 
-    def _welcome(self, group: Group, seat: Seat) -> Welcome:
+    def _welcome(self, group: Group, seat: MemberRank) -> Welcome:
         return Welcome(
             attempt=seat.join.attempt, epoch=group.epoch, writer=self._writer, layout=self._layout, note=self._note
         )
@@ -301,7 +301,7 @@ class Roster(ABC):
                 out += self._to(seat, WriterHeartbeat(epoch=group.epoch, note=self._note))
         return out
 
-    def _to(self, seat: Seat, message: WriterMessage) -> Outgoing:
+    def _to(self, seat: MemberRank, message: WriterMessage) -> Outgoing:
         """The message, unless too many are on the way to it."""
         if seat.unanswered >= UNANSWERED:
             return []
@@ -331,7 +331,7 @@ class Roster(ABC):
         group.end()
         return [(peer, fenced) for peer in sorted(told)]
 
-    def _seat(self, peer: bytes) -> tuple[Group | None, Seat | None]:
+    def _seat(self, peer: bytes) -> tuple[Group | None, MemberRank | None]:
         for group in self._groups.values():
             if seat := group.seat_of(peer):
                 return group, seat

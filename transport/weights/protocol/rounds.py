@@ -15,12 +15,12 @@ from typing import Any
 from transport.weights.protocol.messages import (
     BROKEN,
     DAMAGED,
-    Ask,
     Committed,
     Denied,
     Fenced,
     FormGroup,
     FormResult,
+    GetValue,
     Join,
     Leave,
     MemberMessage,
@@ -34,13 +34,13 @@ from transport.weights.protocol.messages import (
     SourceFailed,
     SourceHeartbeat,
     StartTransfer,
-    Told,
+    StoredValue,
     TransferResult,
     Verified,
     WriterHeartbeat,
 )
 from transport.weights.protocol.pace import Deadlines, FreezeWatch
-from transport.weights.protocol.roster import Group, Outgoing, Phase, Roster, Seat
+from transport.weights.protocol.roster import Group, MemberRank, Outgoing, Phase, Roster
 
 
 @dataclass(kw_only=True)
@@ -137,7 +137,7 @@ class Coordinator(Roster):
         """What is due at this time: signs of life, and the end of what has passed its deadline."""
         frozen_s = self._watch.frozen_s(now)
         self._begun += frozen_s
-        ends: list[_Source | Seat] = [*self._sources.values()]
+        ends: list[_Source | MemberRank] = [*self._sources.values()]
         ends += [seat for group in self._groups.values() for seat in group.seats.values()]
         for end in ends:
             end.heard = min(now, end.heard + frozen_s)
@@ -253,9 +253,9 @@ class Coordinator(Roster):
             case Put():
                 group.known[message.key] = message.value
                 return [(asking, _told(group, message.key)) for asking in sorted(group.asking.pop(message.key, set()))]
-            case Ask() if message.key in group.known:
+            case GetValue() if message.key in group.known:
                 return [(peer, _told(group, message.key))]
-            case Ask():
+            case GetValue():
                 group.asking.setdefault(message.key, set()).add(peer)
             case Ready() if message.round == group.round + 1:
                 group.ready.add(peer)
@@ -335,5 +335,5 @@ class Coordinator(Roster):
         return Verified(epoch=group.epoch, round=group.round, version=group.offered, note=self._note)
 
 
-def _told(group: Group, key: str) -> Told:
-    return Told(epoch=group.epoch, key=key, value=group.known[key])
+def _told(group: Group, key: str) -> StoredValue:
+    return StoredValue(epoch=group.epoch, key=key, value=group.known[key])

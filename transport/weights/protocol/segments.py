@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from transport.weights.protocol.membership import Membership
+from transport.weights.protocol.membership import GroupMember
 from transport.weights.protocol.messages import (
     Committed,
     GroupMessage,
@@ -24,15 +24,15 @@ from transport.weights.protocol.messages import (
     Upcoming,
     Welcome,
 )
-from transport.weights.protocol.pace import Pace
-from transport.weights.protocol.roster import Group, Outgoing, Phase, Roster, Seat
+from transport.weights.protocol.pace import Timing
+from transport.weights.protocol.roster import Group, MemberRank, Outgoing, Phase, Roster
 
 
 class SegmentOffers(Roster):
     """The writer's side: who is in, what is offered, and which segment may be written next."""
 
-    def __init__(self, layout: Mapping[str, Any], writer: int, pace: Pace | None = None) -> None:
-        super().__init__(writer, layout, pace or Pace())
+    def __init__(self, layout: Mapping[str, Any], writer: int, pace: Timing | None = None) -> None:
+        super().__init__(writer, layout, pace or Timing())
         self.segments: dict[str, int] = {}
         """Segments in use, at most two, with the version in each (-1: none that is whole)."""
         self.abandoned: dict[str, int] = {}
@@ -107,7 +107,7 @@ class SegmentOffers(Roster):
         found = f"rank {join.rank} of {join.ranks}"
         return "" if alone else f"this writer serves readers of one rank; found {found}; open both ends by one executor"
 
-    def _repeated(self, group: Group, seat: Seat, now: float) -> Outgoing:
+    def _repeated(self, group: Group, seat: MemberRank, now: float) -> Outgoing:
         return [(seat.peer, self._welcome(group, seat)), *self._offer(group, now)]
 
     def _receive(self, group: Group, peer: bytes, message: MemberMessage, now: float) -> Outgoing:
@@ -144,12 +144,12 @@ class SegmentOffers(Roster):
         return self._fence(group)
 
 
-class SegmentReader(Membership):
+class SegmentReader(GroupMember):
     """A reader's side: whether it is in, which version it holds, and which it may take."""
 
-    def __init__(self, name: str, pace: Pace | None = None, *, incarnation: int = 0) -> None:
+    def __init__(self, name: str, pace: Timing | None = None, *, incarnation: int = 0) -> None:
         """`incarnation`: as in `Join`."""
-        super().__init__(Join(group=name, incarnation=incarnation, attempt=1, writer=0, version=-1), pace or Pace())
+        super().__init__(Join(group=name, incarnation=incarnation, attempt=1, writer=0, version=-1), pace or Timing())
         self.offer: Offer | None = None
         """The newest version that may be taken and has not been."""
         self.upcoming: Upcoming | None = None

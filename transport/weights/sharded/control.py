@@ -17,13 +17,29 @@ import zmq
 from transport.errors import MessageError
 from transport.numbered import Numbered, first_session
 from transport.security import RunKeys
-from transport.weights.executors.address import Address, HostAddress, arrived, sent
-from transport.weights.protocol.messages import CODEC, Ask, FormGroup, MemberMessage, Put, Told, WriterMessage
-from transport.weights.protocol.ranks import Abort, Action, Connect, ReaderRank, SourceRank, Transfer, TransferOutcome
+from transport.weights.executors.address import Endpoint, HostAddress, arrived, sent
+from transport.weights.protocol.messages import (
+    CODEC,
+    FormGroup,
+    GetValue,
+    MemberMessage,
+    Put,
+    StoredValue,
+    WriterMessage,
+)
+from transport.weights.protocol.ranks import (
+    Action,
+    EndEpoch,
+    FormProcessGroup,
+    ReaderRank,
+    SourceRank,
+    Transfer,
+    TransferOutcome,
+)
 from transport.weights.protocol.roster import Outgoing
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.epoch_thread import EpochThread, EpochTransfers
-from transport.weights.sharded.rendezvous import LineStore, Meeting
+from transport.weights.sharded.rendezvous import CoordinatorStore, Meeting
 
 SELF = b"0"
 """The coordinator's own rank among its peers."""
@@ -32,7 +48,7 @@ ENDING_S = 4.0
 
 
 @dataclass(frozen=True)
-class Host:
+class NetworkEnd:
     """Of one end, where others are on other hosts."""
 
     address: str
@@ -41,7 +57,7 @@ class Host:
     """Of the run."""
 
 
-class Listener:
+class CoordinatorSocket:
     """The address, claimed for a coordinator: a socket, and within a machine a folder where process groups meet."""
 
     def __init__(self, address: str, keys: RunKeys | None = None, attempt: int = 0) -> None:
@@ -61,7 +77,7 @@ class Listener:
                 """Where it is heard."""
                 undo.callback(place.release)
             else:
-                local = Address(address)
+                local = Endpoint(address)
                 undo.callback(local.release, local.claim())
                 folder, self.address = Path(f"{local.lock_path}.groups"), local.url
                 shutil.rmtree(folder, ignore_errors=True)
@@ -98,13 +114,13 @@ class Listener:
         self._release.close()
 
 
-class Line:
+class MemberSocket:
     """A member's socket to the coordinator, which may be started again elsewhere."""
 
     def __init__(self, address: str, keys: RunKeys | None = None, seek: Callable[[], str] = lambda: "") -> None:
         """`seek`: where the coordinator is now; empty where nobody knows."""
         self._address, self._seek, self._numbered = address, seek, Numbered()
-        self.socket = (Address(address) if keys is None else HostAddress(address, keys)).connected()
+        self.socket = (Endpoint(address) if keys is None else HostAddress(address, keys)).connected()
 
     def follow(self) -> None:
         """Turn to where the coordinator is, if that is elsewhere."""
@@ -144,12 +160,12 @@ class ControlThread(threading.Thread):
         member: SourceRank | ReaderRank,
         connect: Callable[[FormGroup, Meeting], EpochTransfers],
         *,
-        line: Line | None,
+        line: MemberSocket | None,
         heartbeat_s: float,
         transfer_s: float,
         clock: Callable[[], float],
         coordinator: Coordinator | None = None,
-        listener: Listener | None = None,
+        listener: CoordinatorSocket | None = None,
         heard: Callable[[], None] = lambda: None,
         host: str = "",
     ) -> None:
@@ -167,7 +183,7 @@ class ControlThread(threading.Thread):
         self._followed = clock()
         self._heartbeat_s, self._transfer_s = heartbeat_s, transfer_s
         self._threads: dict[int, EpochThread] = {}
-        self._stores: dict[int, LineStore] = {}
+        self._stores: dict[int, CoordinatorStore] = {}
         self._ending: list[EpochThread] = []
         self._outbox: deque[MemberMessage | tuple[bytes, WriterMessage]] = deque()
         self._inbox: deque[WriterMessage] = deque()
@@ -180,13 +196,13 @@ class ControlThread(threading.Thread):
         """Send the messages and begin the work; the caller holds `changed`."""
         for action in actions:
             match action:
-                case Connect():
+                case FormProcessGroup():
                     if not self._closing:  # then nobody would end it
                         self._open(action.form)
                 case Transfer():
                     if thread := self._threads.get(action.epoch):
                         thread.transfer(action, self._clock() + self._transfer_s)
-                case Abort():
+                case EndEpoch():
                     self._stores.pop(action.epoch, None)
                     if thread := self._threads.pop(action.epoch, None):
                         self._end(thread)
@@ -308,7 +324,7 @@ class ControlThread(threading.Thread):
         """Hand the coordinator's messages to the member, until none is left."""
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, Told) and (store := self._stores.get(message.epoch)):
+            if isinstance(message, StoredValue) and (store := self._stores.get(message.epoch)):
                 store.told(message)
             self.act(self.member.receive(message, self._clock()))
             self._heard()
@@ -335,11 +351,11 @@ class ControlThread(threading.Thread):
             with self.changed:
                 self.act(self.member.transferred(transfer.epoch, transfer.round, outcome))
 
-        def put(message: Put | Ask) -> None:
+        def put(message: Put | GetValue) -> None:
             with self.changed:
                 self.act([message])
 
-        store = None if form.store else LineStore(form.epoch, put)
+        store = None if form.store else CoordinatorStore(form.epoch, put)
         if store is not None:
             self._stores[form.epoch] = store
 

@@ -25,20 +25,20 @@ from transport.weights.sharded.chunks import Chunk, Sums, place
 from transport.weights.sharded.receive_buffers import Buffer
 from transport.weights.sharded.staging import Tensors
 from transport.weights.sharded.steps import in_turns, recent
-from transport.weights.sharded.transfer import Arriving, Exchange, Hearing
+from transport.weights.sharded.transfer import Arriving, GroupExchange, Hearing
 
 HANDLE_WORDS = 128
-"""Of what a receiver tells, int64: the bytes of a `Place`, and those."""
+"""Of what a receiver tells, int64: the bytes of a `BufferOffer`, and those."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class BufferOffer:
     """Receiver: write the next version here."""
 
     handle: Handle
 
 
-CODEC: Codec[Place] = Codec("put", 1, Place)
+CODEC: Codec[BufferOffer] = Codec("put", 1, BufferOffer)
 
 
 def peer_memory(backend: str, device: torch.device, memory: DeviceMemory | None) -> PeerMemory | None:
@@ -81,7 +81,7 @@ class Deposit:
         return []
 
 
-class Arrival:
+class DepositedChunk:
     """A chunk in this rank's buffer, of which a message tells that it is there."""
 
     def __init__(self, peer: int, tag: int, chunk: Chunk, ours: Tensors) -> None:
@@ -118,7 +118,7 @@ class Deposits:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: GroupExchange,
         chunks: Mapping[int, Sequence[Chunk]],
         flats: Mapping[int, FlatLayout],
         memory: PeerMemory,
@@ -179,10 +179,10 @@ class Arrivals:
 
     Consumes: a free buffer. Produces: its place, for the senders. Waits for: nothing."""
 
-    def __init__(self, exchange: Exchange, chunks: Mapping[int, Sequence[Chunk]], *, first: int) -> None:
+    def __init__(self, exchange: GroupExchange, chunks: Mapping[int, Sequence[Chunk]], *, first: int) -> None:
         """`chunks`: what comes from each peer. `first`: whose turn is first."""
         self._exchange, self._chunks, self._first = exchange, chunks, first
-        self._steps: dict[int, list[Arrival]] = {}
+        self._steps: dict[int, list[DepositedChunk]] = {}
         self._telling: list[Any] = []
 
     def expect(self, buffer: Buffer) -> Arriving:
@@ -190,7 +190,7 @@ class Arrivals:
         assert buffer.own is not None, "buffers are taken from the epoch's memory"
         steps = recent(self._steps, buffer.number, lambda: self._compiled(buffer))
         arriving = self._exchange.expect(steps, len(steps))
-        self._tell(_words(CODEC.encode(Place(handle=buffer.own.handle))))
+        self._tell(_words(CODEC.encode(BufferOffer(handle=buffer.own.handle))))
         return arriving
 
     def refuse(self) -> None:
@@ -204,9 +204,9 @@ class Arrivals:
     def _tell(self, words: list[int]) -> None:
         self._telling = self._exchange.tell(dict.fromkeys(self._chunks, words))
 
-    def _compiled(self, buffer: Buffer) -> list[Arrival]:
+    def _compiled(self, buffer: Buffer) -> list[DepositedChunk]:
         return in_turns({
-            peer: [Arrival(peer, number, chunk, buffer.views) for number, chunk in enumerate(cut, 1)]
+            peer: [DepositedChunk(peer, number, chunk, buffer.views) for number, chunk in enumerate(cut, 1)]
             for peer, cut in self._chunks.items()
         }, self._first)  # fmt: skip
 

@@ -17,15 +17,15 @@ from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join, Note
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import Offered, ReaderRank, TransferOutcome
+from transport.weights.protocol.ranks import GroupVersion, ReaderRank, TransferOutcome
 from transport.weights.protocol.verified import VerifiedOffer
 from transport.weights.sharded.chunks import chunks_between
-from transport.weights.sharded.control import ControlThread, Host, Line
+from transport.weights.sharded.control import ControlThread, MemberSocket, NetworkEnd
 from transport.weights.sharded.put import Arrivals, peer_memory
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.rendezvous import Meeting
-from transport.weights.sharded.steps import Step, compiled, recent
-from transport.weights.sharded.transfer import DEPTH, Arriving, Exchange
+from transport.weights.sharded.steps import ChunkMessage, compiled, recent
+from transport.weights.sharded.transfer import DEPTH, Arriving, GroupExchange
 
 HEAR_S = 0.05
 """For a rank to hear of a version that another one has been told of at the same time."""
@@ -55,7 +55,7 @@ class ShardedReader:
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
         memory: DeviceMemory | None = None,
-        host: Host | None = None,
+        host: NetworkEnd | None = None,
         seek: Callable[[], str] = lambda: "",
     ) -> None:
         """`layout`: of all ranks of the group called `name`. `ranks`: how many they are, if the last hold nothing.
@@ -77,7 +77,7 @@ class ShardedReader:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._announced = -1
-        self._held: Offered | None = None
+        self._held: GroupVersion | None = None
         self._held_at = 0.0
         """When the loop began to take it."""
         self._torn = False
@@ -88,7 +88,7 @@ class ShardedReader:
         )  # fmt: skip
         self._member = ReaderRank(join, self._deadlines)
         self._control = ControlThread(
-            self._member, self._connect, line=Line(address, host.keys if host else None, seek),
+            self._member, self._connect, line=MemberSocket(address, host.keys if host else None, seek),
             heartbeat_s=self._deadlines.heartbeat_s, transfer_s=self._deadlines.transfer_s, clock=clock,
             heard=self._announce, host=host.address if host else "",
         )  # fmt: skip
@@ -135,7 +135,7 @@ class ShardedReader:
         self._started = True
         self._control.start()
 
-    def poll(self) -> Offered | None:
+    def poll(self) -> GroupVersion | None:
         """What may be adopted, or None. Never waits.
 
         AddressTaken when another process has taken this rank's place; LayoutMismatch when the trainer's layout, or
@@ -276,7 +276,7 @@ class ShardedReader:
             raise WeightError("this reader is closed; found a call after close; make a new one")
 
 
-def _segment(offered: Offered) -> str:
+def _segment(offered: GroupVersion) -> str:
     return f"{offered.writer}.{offered.epoch}"
 
 
@@ -291,8 +291,8 @@ class Receiving:
         self._first = reader.rank % form.sources
         self._epoch = form.epoch
         self._buffers, self._device, self._lock = buffers, reader._device, reader._control.changed
-        self._steps: dict[int, list[Step]] = {}
-        self._exchange = Exchange(
+        self._steps: dict[int, list[ChunkMessage]] = {}
+        self._exchange = GroupExchange(
             form, form.sources + reader.rank, self._chunks, self._device, reader._deadlines.form_s, meeting,
             reader._clock,
         )  # fmt: skip
@@ -373,13 +373,13 @@ class Receiving:
                 self._buffers.add(buffer)
         return buffer
 
-    def _steps_into(self, buffer: Buffer) -> list[Step]:
+    def _steps_into(self, buffer: Buffer) -> list[ChunkMessage]:
         return recent(self._steps, buffer.number, lambda: self._compiled(buffer))
 
-    def _receive(self, steps: list[Step], deadline: float) -> TransferOutcome:
+    def _receive(self, steps: list[ChunkMessage], deadline: float) -> TransferOutcome:
         return self._exchange.receive(self._exchange.expect(steps, self._depth), deadline)
 
-    def _compiled(self, buffer: Buffer) -> list[Step]:
+    def _compiled(self, buffer: Buffer) -> list[ChunkMessage]:
         return compiled(
             self._chunks, buffer.views, sending=False, depth=self._depth, device=self._device, first=self._first
         )

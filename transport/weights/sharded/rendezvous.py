@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from transport.weights.protocol.messages import Ask, Put, Told
+from transport.weights.protocol.messages import GetValue, Put, StoredValue
 
 NAP_S = 0.002
 """Between two looks whether another rank has come."""
@@ -27,7 +27,7 @@ class Meeting:
     """The file, which is of this machine; empty where ranks meet over the line."""
     host: str = ""
     """The address by which the others find this host; empty: all are on one."""
-    line: LineStore | None = None
+    line: CoordinatorStore | None = None
     over: threading.Event = field(default_factory=threading.Event)
     """Set by whoever gives the epoch up: nobody waits any more."""
 
@@ -39,18 +39,18 @@ class Meeting:
             store.set_timeout(datetime.timedelta(seconds=patience_s))
             if backend == "nccl":
                 return store
-        return Rendezvous(store, self.over, patience_s, clock)
+        return StoppableStore(store, self.over, patience_s, clock)
 
 
-class LineStore:
+class CoordinatorStore:
     """Values that ranks put and ask for over the line, where only members with the keys of the run are heard."""
 
-    def __init__(self, epoch: int, send: Callable[[Put | Ask], None]) -> None:
+    def __init__(self, epoch: int, send: Callable[[Put | GetValue], None]) -> None:
         self._epoch, self._send = epoch, send
         self._known: dict[str, bytes] = {}
         self._asked: dict[str, float] = {}
 
-    def told(self, message: Told) -> None:
+    def told(self, message: StoredValue) -> None:
         """Another rank's value has come."""
         self._known[message.key] = message.value
 
@@ -69,11 +69,11 @@ class LineStore:
         for key in missing:
             if now - self._asked.get(key, float("-inf")) >= AGAIN_S:
                 self._asked[key] = now
-                self._send(Ask(epoch=self._epoch, key=key))
+                self._send(GetValue(epoch=self._epoch, key=key))
         return not missing
 
 
-class Rendezvous(dist.Store):  # type: ignore[name-defined, misc]
+class StoppableStore(dist.Store):  # type: ignore[name-defined, misc]
     """A store that ranks meet in, whose waits another thread can end: torch's own last their full time."""
 
     def __init__(self, store: Any, stop: threading.Event, patience_s: float, clock: Callable[[], float]) -> None:

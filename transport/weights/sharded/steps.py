@@ -22,7 +22,7 @@ Compiled = TypeVar("Compiled")
 Message = TypeVar("Message")
 
 
-class Step:
+class ChunkMessage:
     """One message to or from one peer."""
 
     def __init__(self, peer: int, tag: int, nbytes: int, fragments: Fragments, data: torch.Tensor | None) -> None:
@@ -120,7 +120,7 @@ def compiled(
     depth: int,
     device: torch.device,
     first: int,
-) -> list[Step]:
+) -> list[ChunkMessage]:
     """The steps of a transfer: the peers take turns, from `first` on; `depth` of them may be under way at once.
 
     `chunks`: by the peer's rank in the process group. `device`: where messages lie."""
@@ -138,7 +138,7 @@ def compiled(
 
 def step_of(
     peer: int, tag: int, chunk: Chunk, tensors: Mapping[str, torch.Tensor], sending: bool, device: torch.device
-) -> Step:
+) -> ChunkMessage:
     """One message, without a bucket. `tensors`: this rank's, the source's if `sending`, else the destination's."""
     fragments: Fragments = []
     loose: list[bool] = []
@@ -148,7 +148,7 @@ def step_of(
         tensor = tensors[name].detach()
         fragments.append((fragment, tensor[box]))
         loose.append(sending or all(each.stop == length for each, length in zip(box, tensor.shape, strict=True)))
-    return Step(peer, tag, chunk.nbytes, fragments, _run(fragments, loose, chunk.nbytes, device))
+    return ChunkMessage(peer, tag, chunk.nbytes, fragments, _run(fragments, loose, chunk.nbytes, device))
 
 
 def _run(fragments: Fragments, loose: list[bool], nbytes: int, device: torch.device) -> torch.Tensor | None:

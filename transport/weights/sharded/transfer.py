@@ -69,7 +69,7 @@ class Cancelled(RuntimeError):
 class Hearing:
     """Numbers that peers tell: asked for in advance, a message costs nobody a wait for the other."""
 
-    def __init__(self, exchange: Exchange, counts: Mapping[int, int]) -> None:
+    def __init__(self, exchange: GroupExchange, counts: Mapping[int, int]) -> None:
         self._exchange = exchange
         self._numbers = {peer: exchange._numbers([0] * count) for peer, count in counts.items()}
         self._works = [exchange._group.receive(each, peer, NUMBERS_TAG) for peer, each in self._numbers.items()]
@@ -110,7 +110,7 @@ class Arriving:
                 self.works += [self._group.receive(theirs, peer, SUMS_TAG) for peer, theirs in self.sums.items()]
 
 
-class Exchange:
+class GroupExchange:
     """What one rank does over a process group.
 
     Consumes: messages of its peers. Produces: messages to them, bytes in the rank's tensors.

@@ -23,13 +23,13 @@ from transport.weights.protocol.ranks import SourceRank, TransferOutcome
 from transport.weights.protocol.roster import ReaderStatus
 from transport.weights.protocol.rounds import Coordinator, Sent
 from transport.weights.sharded.chunks import chunks_between
-from transport.weights.sharded.control import ControlThread, Host, Line, Listener
+from transport.weights.sharded.control import ControlThread, CoordinatorSocket, MemberSocket, NetworkEnd
 from transport.weights.sharded.process_group import Backend
 from transport.weights.sharded.put import Deposits, peer_memory
 from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.staging import BorrowedTensors, Snapshots, Staging, Tensors, checked
-from transport.weights.sharded.steps import Step, compiled, recent
-from transport.weights.sharded.transfer import DEPTH, Exchange, Outbound
+from transport.weights.sharded.steps import ChunkMessage, compiled, recent
+from transport.weights.sharded.transfer import DEPTH, GroupExchange, Outbound
 
 BUCKET_BYTES = 16 << 20
 
@@ -63,8 +63,8 @@ class ShardedWriter:
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
         memory: DeviceMemory | None = None,
-        host: Host | None = None,
-        listener: Listener | None = None,
+        host: NetworkEnd | None = None,
+        listener: CoordinatorSocket | None = None,
     ) -> None:
         """`layout`: of all ranks of the trainer. `ranks`: how many they are, if some of the last hold nothing.
 
@@ -95,7 +95,7 @@ class ShardedWriter:
         self._closed = False
         member = SourceRank(rank, self.ranks, layout.key, self._deadlines, clock(), incarnation=attempt)
         keys = host.keys if host else None
-        listener = (listener or Listener(address, keys, attempt)) if rank == 0 else None
+        listener = (listener or CoordinatorSocket(address, keys, attempt)) if rank == 0 else None
         coordinator = None if listener is None else Coordinator(
             self.ranks, layout.key, layout.to_plain(), listener.store, backend=backend,
             bucket_bytes=bucket_bytes, deltas=self.deltas, writer=secrets.randbits(62), now=clock(),
@@ -103,9 +103,9 @@ class ShardedWriter:
         )  # fmt: skip
         self._member, self._coordinator = member, coordinator
         self._control = ControlThread(
-            member, self._connect, line=None if listener else Line(address, keys), host=host.address if host else "",
-            heartbeat_s=self._deadlines.heartbeat_s, transfer_s=self._deadlines.transfer_s, clock=clock,
-            coordinator=coordinator, listener=listener,
+            member, self._connect, line=None if listener else MemberSocket(address, keys),
+            host=host.address if host else "", heartbeat_s=self._deadlines.heartbeat_s,
+            transfer_s=self._deadlines.transfer_s, clock=clock, coordinator=coordinator, listener=listener,
         )  # fmt: skip
         self._control.start()
 
@@ -263,8 +263,8 @@ class Sending:
         self._first = form.sources + writer.rank % form.ranks
         self._writer, self._staging, self._device, self._group = writer, writer._staging, writer._device, form.group
         self._sources, self._ranks = form.sources, form.ranks
-        self._steps: dict[int, list[Step]] = {}
-        self._exchange = Exchange(
+        self._steps: dict[int, list[ChunkMessage]] = {}
+        self._exchange = GroupExchange(
             form, writer.rank, self._chunks, self._device, writer._deadlines.form_s, meeting, writer._clock
         )
         self._deposits: Deposits | None = None
@@ -307,9 +307,9 @@ class Sending:
         if self._deposits is not None:
             self._deposits.close()
 
-    def _agreed(self, version: int, steps: list[Step], deadline: float) -> Sequence[Outbound]:
+    def _agreed(self, version: int, steps: list[ChunkMessage], deadline: float) -> Sequence[Outbound]:
         """The messages as their receivers expect them."""
         return steps
 
-    def _compiled(self, tensors: Tensors) -> list[Step]:
+    def _compiled(self, tensors: Tensors) -> list[ChunkMessage]:
         return compiled(self._chunks, tensors, sending=True, depth=self._depth, device=self._device, first=self._first)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from operators.engine.attention import AttentionLayout
-from operators.engine.cuda.graphs import GraphedDecode, Replays, bucket_of, buckets
+from operators.engine.cuda.graphs import GraphedDecode, GraphReplays, bucket_of, buckets
 from operators.engine.kv_cache import KVCache
 from operators.engine.sampler import Draw
 from operators.engine.sampling import Sampling
@@ -30,7 +30,7 @@ def test_the_first_buckets_are_small():
 
 def test_on_the_cpu_work_is_done_once_for_each_call_with_its_key():
     seen = []
-    replays = Replays(lambda *key: seen.append(key), CPU)
+    replays = GraphReplays(lambda *key: seen.append(key), CPU)
     for key in ((4, "a"), (4, "a"), (8, "b")):
         replays(*key)
     replays.forget()

@@ -8,7 +8,7 @@ import transformers
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.self_test import adapt
 
@@ -62,7 +62,7 @@ def make_engine(model, *, kernel=True, **options):
 def starts(groups=4, size=4, limit=90):
     rng = np.random.default_rng(1)
     return [
-        Start(
+        PromptStart(
             prompt=rng.integers(1, VOCABULARY, 5 + 13 * group),
             limit=limit + 3 * group,
             tickets=range(group * size, (group + 1) * size),

@@ -5,7 +5,7 @@ import pytest
 
 from operators.engine.decode import Engine
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.self_test import adapt
 from operators.engine.stop_strings import StopStrings
@@ -26,7 +26,7 @@ def make_engine(model, *, on_gpu_terms, **options):
 def starts(count=9):
     rng = np.random.default_rng(2)
     return [
-        Start(
+        PromptStart(
             prompt=rng.integers(2, VOCABULARY, 3 + 7 * (i % 4)),
             limit=60 + 3 * i,
             tickets=range(3 * i, 3 * i + 3),

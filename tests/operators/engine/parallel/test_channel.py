@@ -11,8 +11,8 @@ from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
-from operators.engine.parallel.messages import CODEC, Prompt, Settings, Step
-from operators.engine.results import Start
+from operators.engine.parallel.messages import CODEC, EngineSettings, StartMessage, Step
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
@@ -24,7 +24,7 @@ def through(message):
 
 def test_a_start_and_a_declaration_come_through_as_they_were(tokenizer):
     stop = StopStrings(tokenizer, ("ab", "c"))
-    start = Start(
+    start = PromptStart(
         prompt=np.array([3, 4, 5]), limit=9, tickets=range(2), seeds=[-7, 1 << 62],
         sampling=Sampling(temperature=0.5, top_p=0.9), stop=stop,
         partial=[
@@ -37,7 +37,7 @@ def test_a_start_and_a_declaration_come_through_as_they_were(tokenizer):
             ),
         ],
     )  # fmt: skip
-    step = through(Step(7, (Prompt.of(start),)))
+    step = through(Step(7, (StartMessage.of(start),)))
     assert step.state == 7
     found = step.prompts[0].start(lambda strings: stop if strings == ("ab", "c") else None)
     assert found.prompt.tolist() == [3, 4, 5] and found.prompt.dtype == np.int64
@@ -49,9 +49,9 @@ def test_a_start_and_a_declaration_come_through_as_they_were(tokenizer):
     assert (tokens.ids.tolist(), tokens.logprobs.tolist(), tokens.versions.tolist()) == ([7, 8], [-1.5, -2.5], [3, 4])
     assert tokens.mask.all() and [mask.tolist() for mask in tokens.sampling_mask.lists()] == [[7], []]
     declaration = Generator(Model("somewhere", dtype="bfloat16"), stop=("a", "b"), top_k=3, name="sampler")
-    settings = Settings(
+    settings = EngineSettings(
         declaration=declaration, node="n", replica=0, rank=1, size=2, device="cpu", threads=1, folder="f", site=None,
-        attempt=0, narrow="int8", limits=Limits(exchange_s=7.0), aside="g",
+        attempt=0, quantized="int8", limits=Limits(exchange_s=7.0), aside="g",
     )  # fmt: skip
     found = through(settings)
     assert found.limits == settings.limits

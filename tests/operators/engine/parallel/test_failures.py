@@ -15,7 +15,7 @@ from rigs.machine import descendants
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.runtime import Context
 from operators.engine.parallel.launch import make_parallel
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.models.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("forked")
 ROOT = Path(__file__).parents[4]
 
 
-def start() -> Start:
-    return Start(prompt=np.arange(2, 9), limit=40, tickets=[0, 1], seeds=[0, 1])
+def start() -> PromptStart:
+    return PromptStart(prompt=np.arange(2, 9), limit=40, tickets=[0, 1], seeds=[0, 1])
 
 
 def follower(engine) -> int:
@@ -100,12 +100,12 @@ from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.runtime import Context
 from operators.engine.parallel import launch
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.generator import Generator
 launch.has_used_cuda = lambda: sys.argv[3] == "interpreter"
 declaration = Generator(Model(sys.argv[1]), slots=6, context_tokens=64, cache_bytes=1 << 22)
 engine = launch.make_parallel(declaration, Context(node="generator", limits=Limits(exchange_s=10.0)), 2).engine
-engine.step([Start(prompt=np.arange(2, 9), limit=40, tickets=[0, 1], seeds=[0, 1])])
+engine.step([PromptStart(prompt=np.arange(2, 9), limit=40, tickets=[0, 1], seeds=[0, 1])])
 if sys.argv[2] == "in a step":
     engine.model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     engine.step()

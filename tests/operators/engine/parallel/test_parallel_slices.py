@@ -23,7 +23,7 @@ from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.weight_ends import OpensWeights
 from dataflow.worker.host import Settings
 from dataflow.worker.ports import Ports
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.generation.runtime import GeneratorRuntime
 from transport.weights import ChecksumMismatch
 from transport.weights.executors.shared_memory import HEADER_BYTES
@@ -44,8 +44,8 @@ def rig(declare, tmp_path_factory):
         each.close()
 
 
-def start(limit: int = 60) -> Start:
-    return Start(prompt=np.arange(2, 9), limit=limit, tickets=[0, 1], seeds=[0, 1])
+def start(limit: int = 60) -> PromptStart:
+    return PromptStart(prompt=np.arange(2, 9), limit=limit, tickets=[0, 1], seeds=[0, 1])
 
 
 def trainer(rig: Rig, first: int, last: int) -> tuple[Any, Any]:

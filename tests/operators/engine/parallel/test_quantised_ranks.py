@@ -95,7 +95,7 @@ def test_what_one_trainer_rank_quantises_arrives_as_slices_and_is_sampled_from(
     family, weights, size, executor, declare, make_model, alone, fed
 ):
     declaration = declare(family, weights=weights)
-    ranks = fed(declaration, size, executor=executor, narrow=declaration.narrow)
+    ranks = fed(declaration, size, executor=executor, quantized=declaration.quantized)
     engine, policy = ranks.engine, make_model(family, seed=1)
     new = encoded(policy, weights)
     assert ranks.shapes.keys() == new.keys()
@@ -147,10 +147,10 @@ def test_two_gpus_hold_the_slices_of_what_one_trainer_rank_quantises(weights, de
     changes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     declaration = declare("llama", changes, weights=weights)
     object.__setattr__(declaration.model, "dtype", "bfloat16")
-    context = Context(node="generator", device="cuda:0", narrow=declaration.narrow)
+    context = Context(node="generator", device="cuda:0", quantized=declaration.quantized)
     policy = make_model("llama", seed=1, **changes).bfloat16()
     new = encoded(policy, weights)
-    ranks = fed(declaration, executor="gloo", device="cuda:0", narrow=declaration.narrow)
+    ranks = fed(declaration, executor="gloo", device="cuda:0", quantized=declaration.quantized)
     ranks.publish(1, new)
     assert ranks.take() == 1
     assert_holds_slices(ranks.engine, new, 2)

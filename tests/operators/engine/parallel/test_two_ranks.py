@@ -15,7 +15,7 @@ from dataflow.runtime import Context
 from operators.engine.finish_reasons import ABORTED
 from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.usefixtures("forked")
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3", "mistral", "gemma", "mixtral")]
 
 
-def groups(**rest: Any) -> list[Start]:
+def groups(**rest: Any) -> list[PromptStart]:
     """Prompts of a few lengths, some longer than a page, with three rollouts each."""
     random = np.random.default_rng(0)
     return [
-        Start(
+        PromptStart(
             prompt=random.integers(2, 32, length), limit=length + 14,
             tickets=range(3 * i, 3 * i + 3), seeds=range(100 * i, 100 * i + 3), **rest,
         )

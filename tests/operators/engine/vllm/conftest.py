@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON
@@ -44,13 +44,13 @@ def scripted(folder: Path) -> Iterator[Callable[..., VllmEngine]]:
 
 
 @pytest.fixture
-def start() -> Callable[..., Start]:
+def start() -> Callable[..., PromptStart]:
     """A prompt [7, 8, 9] whose rollouts draw `most` tokens; a rollout's seed is the first token it draws."""
 
-    def make(seeds: list[int], most: int = 5, first: int = 0, **more: Any) -> Start:
+    def make(seeds: list[int], most: int = 5, first: int = 0, **more: Any) -> PromptStart:
         prompt = more.pop("prompt", np.array([7, 8, 9]))
         tickets = range(first, first + len(seeds))
-        return Start(prompt=prompt, limit=len(prompt) + most, tickets=tickets, seeds=seeds, **more)
+        return PromptStart(prompt=prompt, limit=len(prompt) + most, tickets=tickets, seeds=seeds, **more)
 
     return make
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from rigs.machine import wait_until
 
-from operators.engine.vllm.process import Process
+from operators.engine.vllm.process import ServerProcess
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -29,17 +29,17 @@ while True:
 """Three generations that ignore signals and never look at the stream; the youngest has a session of its own."""
 WORKER = """
 import os, signal, sys, time
-from operators.engine.vllm.process import Process
-process = Process([sys.executable, "-c", HUNG, sys.argv[1]], os.environ)
+from operators.engine.vllm.process import ServerProcess
+process = ServerProcess([sys.executable, "-c", HUNG, sys.argv[1]], os.environ)
 while True:
     time.sleep(60)
 """
 IN_A_THREAD = """
 import os, sys, threading, time
-from operators.engine.vllm.process import Process
+from operators.engine.vllm.process import ServerProcess
 made = []
 def make():
-    made.append(Process([sys.executable, "-c", HUNG, sys.argv[1]], os.environ))
+    made.append(ServerProcess([sys.executable, "-c", HUNG, sys.argv[1]], os.environ))
 maker = threading.Thread(target=make)
 maker.start()
 maker.join()
@@ -100,7 +100,7 @@ def test_a_server_outlives_the_thread_that_started_it_and_not_the_worker(started
 
 def test_a_server_that_is_of_no_use_any_more_is_killed_with_all_that_it_has_started(tmp_path, monkeypatch):
     monkeypatch.setattr("operators.engine.vllm.process.END_S", 2.0)
-    process = Process([sys.executable, "-c", HUNG, str(tmp_path / "pids")], os.environ)
+    process = ServerProcess([sys.executable, "-c", HUNG, str(tmp_path / "pids")], os.environ)
     below = pids(tmp_path / "pids")
     process.close()
     assert all(gone(pid) for pid in below)
@@ -110,13 +110,13 @@ def test_a_server_that_is_of_no_use_any_more_is_killed_with_all_that_it_has_star
     ("code", "ended"), [("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
 )
 def test_its_exit_code_is_that_of_the_server(code, ended):
-    process = Process([sys.executable, "-c", code], os.environ)
+    process = ServerProcess([sys.executable, "-c", code], os.environ)
     assert process._child.wait(30.0) == ended
     process.close()
 
 
 def test_server_and_worker_stop_and_go_on_together():
-    process = Process([sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
+    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
     assert os.getpgid(process.pid) == os.getpgid(0)
     server = psutil.Process(process.pid)
     wait_until(lambda: len(server.children()) == 1, 30.0)

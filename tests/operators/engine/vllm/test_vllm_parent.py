@@ -149,8 +149,8 @@ def test_close_ends_the_process(scripted, start):
 
 def test_the_process_ends_when_its_parent_is_killed(tmp_path):
     program = (
-        "import os, sys; from operators.engine.vllm.process import Process;"
-        f"process = Process([sys.executable, {str(Path(__file__).with_name('scripted.py'))!r}], os.environ);"
+        "import os, sys; from operators.engine.vllm.process import ServerProcess;"
+        f"process = ServerProcess([sys.executable, {str(Path(__file__).with_name('scripted.py'))!r}], os.environ);"
         "print(process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -14,7 +14,7 @@ from test_runtime import prompts as batch_of
 from dataflow.model import Model
 from dataflow.runtime import Context
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
-from operators.engine.results import Start
+from operators.engine.results import PromptStart
 from operators.engine.sampling import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
@@ -46,7 +46,7 @@ def prompts(count, seed=0, lengths=(3, 70)):
 
 def starts(tokens, each=1, most=20, first=0, **more):
     return [
-        Start(
+        PromptStart(
             prompt=prompt,
             limit=len(prompt) + most,
             tickets=range(first + i * each, first + (i + 1) * each),

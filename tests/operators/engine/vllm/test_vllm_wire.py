@@ -12,7 +12,7 @@ import torch
 
 from operators.engine.vllm.process import environment_of
 from operators.engine.vllm.shared import ALIGNED, attach, lay_out, pack_handle, reserve, unpack_handle
-from operators.engine.vllm.wire import LENGTH, MOST_BYTES, Connection
+from operators.engine.vllm.wire import LENGTH, MOST_BYTES, ServerStream
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def pair():
 
 
 def test_messages_arrive_whole_and_in_order_however_they_are_cut(pair):
-    left, right = (Connection(end) for end in pair)
+    left, right = (ServerStream(end) for end in pair)
     messages = [{"op": "step", "starts": [], "n": i, "bytes": bytes(range(256)) * i} for i in range(0, 3000, 700)]
     sender = threading.Thread(target=lambda: [left.send(message, 30) for message in messages])
     sender.start()
@@ -35,7 +35,7 @@ def test_messages_arrive_whole_and_in_order_however_they_are_cut(pair):
 def test_what_came_before_a_timeout_is_kept(pair):
     body = msgpack.packb({"op": "updated", "version": 7})
     whole = LENGTH.pack(len(body)) + body
-    right = Connection(pair[1])
+    right = ServerStream(pair[1])
     for cut in (2, 9):
         pair[0].sendall(whole[:cut])
         with pytest.raises(TimeoutError):
@@ -47,13 +47,13 @@ def test_what_came_before_a_timeout_is_kept(pair):
 def test_the_end_of_the_stream_is_a_connection_error(pair):
     pair[0].close()
     with pytest.raises(ConnectionError, match="ended the stream"):
-        Connection(pair[1]).receive(1)
+        ServerStream(pair[1]).receive(1)
 
 
 def test_a_length_that_cannot_be_ours_is_refused(pair):
     pair[0].sendall(LENGTH.pack(MOST_BYTES + 1))
     with pytest.raises(ConnectionError, match="this is another stream"):
-        Connection(pair[1]).receive(1)
+        ServerStream(pair[1]).receive(1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -74,7 +74,7 @@ def test_the_handle_of_a_gpu_tensor_survives_the_wire(pair):
     handle = (
         torch.Tensor, torch.Size([2, 3]), (3, 1), 5, torch.storage.TypedStorage, torch.bfloat16, *rest,
     )  # fmt: skip
-    left, right = (Connection(end) for end in pair)
+    left, right = (ServerStream(end) for end in pair)
     left.send({"handle": pack_handle(handle)}, 5)
     assert unpack_handle(right.receive(5)["handle"]) == handle
 

@@ -13,7 +13,7 @@ from transport.weights import LayoutMismatch
 from transport.weights.costs.__main__ import main
 from transport.weights.costs.decoder import NAMED, STYLES, Decoder
 from transport.weights.costs.interconnect import Interconnect
-from transport.weights.costs.on_paper import STATE, OnPaper, Ranks, on_paper
+from transport.weights.costs.on_paper import STATE, OnPaper, RankGrid, on_paper
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.parallel_plan import mesh_layout, tensor_parallel_layout
 
@@ -25,7 +25,7 @@ REPLICAS, RANKS = 64, 8
 def large() -> OnPaper:
     """405 billion parameters: 512 ranks of a trainer, 64 replicas of 8 ranks in fp8."""
     return on_paper(
-        NAMED["llama-405b"], Ranks(shards=512), Ranks(replicas=REPLICAS, tensor_parallel=RANKS), Interconnect(),
+        NAMED["llama-405b"], RankGrid(shards=512), RankGrid(replicas=REPLICAS, tensor_parallel=RANKS), Interconnect(),
         quantized="fp8",
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def test_a_small_plan_is_filled_copy_by_copy(ranks):
     which several may hold the same key/value head."""
     small = Decoder(layers=2, width=16, inner=24, heads=4, kv_heads=2, vocabulary=29, head_width=4)
     made = on_paper(
-        small, Ranks(replicas=2, shards=3, tensor_parallel=ranks), Ranks(replicas=2, tensor_parallel=ranks),
+        small, RankGrid(replicas=2, shards=3, tensor_parallel=ranks), RankGrid(replicas=2, tensor_parallel=ranks),
         Interconnect(), quantized="int8",
     )  # fmt: skip
     filled: dict[tuple[int, str], np.ndarray] = {}
@@ -143,7 +143,7 @@ def test_of_more_ranks_than_key_value_heads_neighbours_hold_the_same_rows():
         "layers.0.self_attn.k_proj.weight": ((8, 3), "float32"),
         "layers.0.self_attn.k_proj.bias": ((8,), "float32"),
     }
-    for held in mesh_layout(tensors, STYLES, Ranks(tensor_parallel=4).mesh, key_value_heads=2).tensors.values():
+    for held in mesh_layout(tensors, STYLES, RankGrid(tensor_parallel=4).mesh, key_value_heads=2).tensors.values():
         rows = zip(
             held.shards.ranks.tolist(), held.shards.start[:, 0].tolist(), held.shards.stop[:, 0].tolist(), strict=True
         )
@@ -152,7 +152,7 @@ def test_of_more_ranks_than_key_value_heads_neighbours_hold_the_same_rows():
 
 def test_what_cannot_be_put_on_paper_is_refused(tmp_path, capsys):
     with pytest.raises(LayoutMismatch, match=r"found 32 .* and 8 key/value heads for 12 .* give a number that divides"):
-        on_paper(NAMED["llama-8b"], Ranks(), Ranks(tensor_parallel=12), Interconnect())
+        on_paper(NAMED["llama-8b"], RankGrid(), RankGrid(tensor_parallel=12), Interconnect())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     for model in (str(tmp_path), str(tmp_path / "nowhere"), "llama-9b"):
         assert main(["--model", model]) == 2
@@ -161,6 +161,6 @@ def test_what_cannot_be_put_on_paper_is_refused(tmp_path, capsys):
 
 def test_one_rank_holds_all_of_it():
     tensors = NAMED["llama-8b"].tensors("bfloat16")
-    whole = mesh_layout(tensors, STYLES, Ranks().mesh)
+    whole = mesh_layout(tensors, STYLES, RankGrid().mesh)
     assert whole == Layout.whole(tensors)
     assert whole.rank_bytes.tolist() == [2 * sum(math.prod(shape) for shape, _ in tensors.values())]

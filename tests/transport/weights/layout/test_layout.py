@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.weights import LayoutMismatch, MessageError
-from transport.weights.layout.layout import Held, Layout
+from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.layout.shards import Mesh, Shards
 
 from ..sides import MESHES, gather_then_shard, models, sides, whole
@@ -40,7 +40,7 @@ def test_a_mesh_deals_out_a_tensor_as_torch_chunk_does(data):
     order = tuple(data.draw(st.permutations(axes)))
     parts = tuple(data.draw(st.sampled_from([1, 2, 3])) for _ in axes)
     full = torch.arange(int(np.prod(shape)), dtype=torch.int64).view(shape)
-    held = Held(
+    held = TensorLayout(
         name="w",
         shape=shape,
         dtype="int64",
@@ -165,7 +165,7 @@ def test_shards_must_fit_their_tensor_and_their_rank():
         ("w", (4,), "x"),
     ):
         with pytest.raises(LayoutMismatch, match=r"'w' does not fit its shards; found .*; see Layout.cut"):
-            Layout(tensors={"w": Held(name=name, shape=shape, dtype=dtype, shards=shards, into="w")})
+            Layout(tensors={"w": TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into="w")})
 
 
 @pytest.mark.parametrize(("cuts", "order"), [((0, 2), None), ((0,), None), ((0, 1), (0, 0)), ((-1, 0), None)])

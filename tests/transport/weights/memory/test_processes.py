@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from transport.errors import PeerGone
-from transport.weights import AddressTaken, Pace, SharedMemory, WeightReader, WeightWriter
+from transport.weights import AddressTaken, SharedMemory, Timing, WeightReader, WeightWriter
 
 from .. import programs
 from ..conftest import leftovers, values
@@ -73,7 +73,7 @@ def test_no_reader_ever_serves_a_mixture_of_versions(start, writer, address):
 
 @pytest.mark.parametrize("adopt", ["view", "copy"])
 def test_a_reader_killed_in_a_transfer_holds_nobody_up(start, address, adopt):
-    endless = Pace(heartbeat_s=0.05, silent_s=0.5, release_s=1000.0)
+    endless = Timing(heartbeat_s=0.05, silent_s=0.5, release_s=1000.0)
     with closing(WeightWriter(LAYOUT, address, pace=endless)) as writer:
         victim = start(programs.linger, address, "victim", adopt, 100.0)
         other = start(programs.serve, address, "other", "view", 9)

@@ -13,7 +13,7 @@ from transport.weights import Layout
 from transport.weights.encoding import Encoding
 from transport.weights.mirror.reader import MirroredReader, MirrorPlace, travelling
 from transport.weights.mirror.receiver import MirrorReceiver
-from transport.weights.sharded.control import Host, Listener
+from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
 
 from ..sharded_rig import FAST, Trainer, full
 
@@ -26,8 +26,8 @@ DEADLINE_S = 30.0
 @contextlib.contextmanager
 def offered(keys: RunKeys, layout: Layout = WHOLE, **knobs: object) -> Iterator[tuple[Trainer, str]]:
     """A trainer on the first host, at a free port."""
-    listener = Listener(f"tcp://{HERE}:*", keys)
-    trainer = Trainer(layout, listener.address, host=Host(HERE, keys), listener=listener, **knobs)
+    listener = CoordinatorSocket(f"tcp://{HERE}:*", keys)
+    trainer = Trainer(layout, listener.address, host=NetworkEnd(HERE, keys), listener=listener, **knobs)
     try:
         yield trainer, listener.address
     finally:
@@ -54,7 +54,7 @@ def neighbour(
     name, pace = f"generator-{number}", knobs.pop("deadlines", FAST)
     mine = {n: torch.nn.Parameter(torch.zeros(shape)) for n, (shape, _) in MODEL.items()}
     receive = functools.partial(
-        MirrorReceiver, address=address, name=name, deadlines=pace, attempt=attempt, host=Host(THERE, keys),
+        MirrorReceiver, address=address, name=name, deadlines=pace, attempt=attempt, host=NetworkEnd(THERE, keys),
         seek=knobs.pop("seek", lambda: ""),
     )  # fmt: skip
     whole = travelling(Encoding(dtype="float32"), mine, ({},))

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from transport.weights.mirror.choice import APART_S, MOST_ORDER, SILENT_S, Seen, choose
+from transport.weights.mirror.choice import APART_S, MOST_ORDER, SILENT_S, MirrorView, choose
 
 LATE_S = SILENT_S + APART_S * MOST_ORDER
 
 
-def seen(**facts: object) -> Seen:
+def seen(**facts: object) -> MirrorView:
     known = {"own": "me", "follows": "", "noted": "", "leads": False, "quiet_s": 0.0, "order": 0}
-    return Seen(**(known | facts))  # type: ignore[arg-type]
+    return MirrorView(**(known | facts))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_whoever_is_stopped_or_killed_all_others_have_one_mirror_that_runs_soon_
             if lead and lead.leads and lead.runs and lead.there:
                 each.heard = now
             what = choose(
-                Seen(own=each.name, follows=each.follows, noted=note, leads=each.leads, quiet_s=now - each.heard,
+                MirrorView(own=each.name, follows=each.follows, noted=note, leads=each.leads, quiet_s=now - each.heard,
                      order=each.order)
             )  # fmt: skip
             if what == "lead":

@@ -12,18 +12,25 @@ from transport.weights.protocol.messages import (
     CODEC,
     DAMAGED,
     WHOLE,
-    Ask,
     Fenced,
     FormGroup,
+    GetValue,
     Join,
     Put,
     Ready,
     StartTransfer,
-    Told,
+    StoredValue,
     Verified,
 )
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import Abort, Connect, ReaderRank, SourceRank, Transfer, TransferOutcome
+from transport.weights.protocol.ranks import (
+    EndEpoch,
+    FormProcessGroup,
+    ReaderRank,
+    SourceRank,
+    Transfer,
+    TransferOutcome,
+)
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.protocol.segments import SegmentReader
 
@@ -124,9 +131,9 @@ class World:
 
     def act(self, peer: bytes, actions) -> None:
         for action in actions:
-            if isinstance(action, Abort):
+            if isinstance(action, EndEpoch):
                 self.work = [(p, w) for p, w in self.work if p != peer or self.epoch(w) != action.epoch]
-            elif isinstance(action, Connect | Transfer):
+            elif isinstance(action, FormProcessGroup | Transfer):
                 if isinstance(action, Transfer):
                     key = action.epoch, action.round
                     self.begun[key].add(peer)
@@ -147,7 +154,7 @@ class World:
 
     @staticmethod
     def epoch(work) -> int:
-        return work.form.epoch if isinstance(work, Connect) else work.epoch
+        return work.form.epoch if isinstance(work, FormProcessGroup) else work.epoch
 
     def send(self, out) -> None:
         for peer, message in out:
@@ -186,7 +193,7 @@ class World:
         peer, work = self.random.choice(possible)
         self.work.remove((peer, work))
         rank = self.ranks[peer]
-        if isinstance(work, Connect):
+        if isinstance(work, FormProcessGroup):
             self.act(peer, rank.formed(work.form.epoch, "", False))
             return True
         lost = not self.members[work.epoch] <= set(self.ranks)
@@ -202,7 +209,7 @@ class World:
 
     def may_end(self, work) -> bool:
         """A transfer ends once all take part, or when one of them is dead; one who waits for a frozen rank is stuck."""
-        if isinstance(work, Connect):
+        if isinstance(work, FormProcessGroup):
             return True
         everybody = self.members[work.epoch]
         return self.begun[work.epoch, work.round] == everybody or not everybody <= set(self.ranks)
@@ -572,20 +579,20 @@ def test_ranks_tell_each_other_over_the_line_where_they_are_once_it_is_known_and
     coordinator, (first, second) = world.coordinator, world.peers("one")
     epoch = world.ranks[first].epoch
 
-    def says(peer: bytes, message: Put | Ask) -> list:
+    def says(peer: bytes, message: Put | GetValue) -> list:
         return coordinator.receive(peer, message, world.now)
 
-    assert says(first, Ask(epoch=epoch, key="k")) == says(b"source1", Ask(epoch=epoch, key="k")) == []
-    told = Told(epoch=epoch, key="k", value=b"at")
+    assert says(first, GetValue(epoch=epoch, key="k")) == says(b"source1", GetValue(epoch=epoch, key="k")) == []
+    told = StoredValue(epoch=epoch, key="k", value=b"at")
     assert says(second, Put(epoch=epoch, key="k", value=b"at")) == [(first, told), (b"source1", told)]
-    assert says(second, Ask(epoch=epoch, key="k")) == [(second, told)]
-    says(first, Ask(epoch=epoch, key="never put"))
+    assert says(second, GetValue(epoch=epoch, key="k")) == [(second, told)]
+    says(first, GetValue(epoch=epoch, key="never put"))
     world.restart_source(b"source1", leave=False)
     world.start_source(1)
     world.calm()
     after = world.ranks[first].epoch
     assert after > epoch
-    assert says(first, Ask(epoch=after, key="k")) == [], "it was put in an epoch that is over"
+    assert says(first, GetValue(epoch=after, key="k")) == [], "it was put in an epoch that is over"
     assert says(second, Put(epoch=after, key="never put", value=b"at")) == [], "and that was asked there"
-    for stale in (Put(epoch=epoch, key="k", value=b"old"), Ask(epoch=epoch, key="k")):
+    for stale in (Put(epoch=epoch, key="k", value=b"old"), GetValue(epoch=epoch, key="k")):
         assert says(second, stale) == [(second, Fenced(epoch=epoch, replaced=False))]

@@ -8,10 +8,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from rigs.examples import examples
 
 from transport.weights.protocol.messages import Fenced, Welcome
-from transport.weights.protocol.pace import Pace
+from transport.weights.protocol.pace import Timing
 from transport.weights.protocol.segments import SegmentOffers, SegmentReader
 
-PACE = Pace(heartbeat_s=1.0, silent_s=3.0, release_s=5.0, gone_s=50.0)
+PACE = Timing(heartbeat_s=1.0, silent_s=3.0, release_s=5.0, gone_s=50.0)
 
 
 class Reader:

@@ -4,7 +4,7 @@ import threading
 import time
 
 from transport.weights.protocol.messages import FormGroup
-from transport.weights.protocol.ranks import Connect
+from transport.weights.protocol.ranks import FormProcessGroup
 from transport.weights.sharded.control import ControlThread
 
 FORM = FormGroup(
@@ -23,7 +23,7 @@ class Late:
         if self.told or not self.control._closing:
             return []
         self.told += 1
-        return [Connect(form=FORM)]
+        return [FormProcessGroup(form=FORM)]
 
 
 def test_no_epoch_begins_while_a_rank_closes():

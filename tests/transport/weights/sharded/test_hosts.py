@@ -11,10 +11,10 @@ import pytest
 from transport.security import RunKeys
 from transport.weights import AddressTaken, Deadlines, Layout, WeightError, reshard
 from transport.weights.executors.interface import interface_of
-from transport.weights.protocol.messages import Ask, Put, Told
-from transport.weights.sharded.control import Host, Listener
+from transport.weights.protocol.messages import GetValue, Put, StoredValue
+from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
 from transport.weights.sharded.process_group import ProcessGroup
-from transport.weights.sharded.rendezvous import AGAIN_S, LineStore, Meeting
+from transport.weights.sharded.rendezvous import AGAIN_S, CoordinatorStore, Meeting
 
 from ..sharded_rig import FAST, Group, Trainer, holds, until
 
@@ -31,8 +31,8 @@ def keys() -> RunKeys:
 @contextlib.contextmanager
 def offered(keys, layout=HALVES, **knobs):
     """A trainer on the first host, at a free port."""
-    listener = Listener(f"tcp://{HERE}:*", keys)
-    trainer = Trainer(layout, listener.address, host=Host(HERE, keys), listener=listener, **knobs)
+    listener = CoordinatorSocket(f"tcp://{HERE}:*", keys)
+    trainer = Trainer(layout, listener.address, host=NetworkEnd(HERE, keys), listener=listener, **knobs)
     try:
         yield trainer, listener.address
     finally:
@@ -42,7 +42,7 @@ def offered(keys, layout=HALVES, **knobs):
 @contextlib.contextmanager
 def reading(keys, address, layout=THIRDS, **knobs):
     """A reader on the second host."""
-    group = Group(layout, address, host=Host(THERE, keys), **knobs)
+    group = Group(layout, address, host=NetworkEnd(THERE, keys), **knobs)
     try:
         yield group
     finally:
@@ -69,7 +69,7 @@ def test_versions_cross_hosts_byte_for_byte_and_each_rank_sends_what_the_plan_sa
 
 def test_a_reader_beside_its_trainer_and_one_on_another_host_take_the_same_version(keys):
     with offered(keys) as (trainer, address), reading(keys, address) as far:
-        near = Group(THIRDS, address, name="beside", host=Host(HERE, keys))
+        near = Group(THIRDS, address, name="beside", host=NetworkEnd(HERE, keys))
         with contextlib.closing(near):
             tensors = trainer.publish(1)
             until(lambda: far.versions == near.versions == {1}, far, near)
@@ -112,7 +112,7 @@ def test_readers_that_know_nothing_newer_wait_where_the_trainer_was(keys):
         trainer.publish(1)
         until(lambda: group.versions == {1}, group)
         trainer.close()
-        again = Trainer(HALVES, address, host=Host(HERE, keys))
+        again = Trainer(HALVES, address, host=NetworkEnd(HERE, keys))
         with contextlib.closing(again):
             tensors = again.publish(2)
             until(lambda: group.versions == {2}, group)
@@ -178,14 +178,14 @@ def test_a_port_that_somebody_has_is_an_error_that_names_it(keys):
     with socket.create_server((THERE, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressTaken, match=f"cannot listen at tcp://{THERE}:{port}"):
-            Listener(f"tcp://{THERE}:{port}", keys)
+            CoordinatorSocket(f"tcp://{THERE}:{port}", keys)
 
 
 def test_an_address_that_this_host_has_not_is_an_error_that_names_it(keys):
     with pytest.raises(WeightError, match=r"no network interface of .* has the address 192\.0\.2\.7"):
-        ProcessGroup("gloo", Meeting(host="192.0.2.7", line=LineStore(1, lambda _: None)), 0, 2, connect_s=1.0)
+        ProcessGroup("gloo", Meeting(host="192.0.2.7", line=CoordinatorStore(1, lambda _: None)), 0, 2, connect_s=1.0)
     with offered(keys, deadlines=FAST) as (trainer, address):
-        stray = Group(THIRDS, address, host=Host("192.0.2.7", keys))
+        stray = Group(THIRDS, address, host=NetworkEnd("192.0.2.7", keys))
         with contextlib.closing(stray):
             trainer.publish(1)
             until(lambda: "192.0.2.7" in trainer.writers[0].faults.get("generator-0", ""), stray)
@@ -197,18 +197,18 @@ def test_an_interface_is_known_by_any_of_its_addresses():
 
 
 def test_a_value_is_asked_for_once_and_again_only_when_no_answer_has_come():
-    said: list[Put | Ask] = []
-    store = LineStore(7, said.append)
+    said: list[Put | GetValue] = []
+    store = CoordinatorStore(7, said.append)
     store.set("0", b"here")
     assert store.check(["0"]) and not store.check(["0", "1"]) and not store.check(["1"])
-    assert said == [Put(epoch=7, key="0", value=b"here"), Ask(epoch=7, key="1")]
+    assert said == [Put(epoch=7, key="0", value=b"here"), GetValue(epoch=7, key="1")]
     store._asked["1"] -= AGAIN_S
-    assert not store.check(["1"]) and said[2:] == [Ask(epoch=7, key="1")]
-    store.told(Told(epoch=7, key="1", value=b"there"))
+    assert not store.check(["1"]) and said[2:] == [GetValue(epoch=7, key="1")]
+    store.told(StoredValue(epoch=7, key="1", value=b"there"))
     assert store.check(["1"]) and store.get("1") == b"there"
 
 
 def test_keys_stand_in_no_repr(keys):
-    host = Host(HERE, keys)
+    host = NetworkEnd(HERE, keys)
     secrets = (keys.receivers.secret, keys.senders.secret)
     assert not any(secret.decode() in repr(each) for secret in secrets for each in (host, keys))

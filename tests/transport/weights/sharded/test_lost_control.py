@@ -8,20 +8,20 @@ from rigs.machine import wait_until
 
 from transport import numbered
 from transport.security import RunKeys
-from transport.weights.protocol.messages import CODEC, Told
-from transport.weights.sharded.control import Line, Listener
+from transport.weights.protocol.messages import CODEC, StoredValue
+from transport.weights.sharded.control import CoordinatorSocket, MemberSocket
 
 
 @pytest.mark.parametrize("years", [0, -30], ids=["", "the clock is set back"])
 def test_a_coordinator_that_follows_another_at_its_address_is_heard_whatever_clocks_say(monkeypatch, years):
     keys = RunKeys.make()
-    first = Listener("tcp://127.0.0.1:*", keys, attempt=1)
-    address, line, heard = first.address, Line(first.address, keys), []
+    first = CoordinatorSocket("tcp://127.0.0.1:*", keys, attempt=1)
+    address, line, heard = first.address, MemberSocket(first.address, keys), []
 
     def is_heard(listener, key):
         line.say(b"beat")
         for peer, _ in listener.heard():
-            listener.send(peer, Told(epoch=1, key=key, value=b""))
+            listener.send(peer, StoredValue(epoch=1, key=key, value=b""))
         heard.extend(CODEC.decode(message).key for message in line.heard())
         return key in heard
 
@@ -31,7 +31,7 @@ def test_a_coordinator_that_follows_another_at_its_address_is_heard_whatever_clo
         now, now_ns = time.time, time.time_ns
         monkeypatch.setattr(time, "time", lambda: now() + years * 3.2e7)
         monkeypatch.setattr(time, "time_ns", lambda: now_ns() + int(years * 3.2e16))
-        second = Listener(address, keys, attempt=2)
+        second = CoordinatorSocket(address, keys, attempt=2)
         try:
             wait_until(lambda: is_heard(second, "second"), 10.0, "the second")
         finally:
@@ -43,9 +43,9 @@ def test_a_coordinator_that_follows_another_at_its_address_is_heard_whatever_clo
 def test_nothing_that_a_coordinator_and_a_member_say_is_lost_with_a_connection(monkeypatch):
     monkeypatch.setattr(numbered, "AGAIN_S", 0.1)
     keys = RunKeys.make()
-    listener = Listener("tcp://127.0.0.1:*", keys)
+    listener = CoordinatorSocket("tcp://127.0.0.1:*", keys)
     cable = Cable(listener.address)
-    line = Line(cable.address, keys)
+    line = MemberSocket(cable.address, keys)
     by_member, by_coordinator, peers, beats = [], [], set(), []
 
     def turn():
@@ -56,14 +56,14 @@ def test_nothing_that_a_coordinator_and_a_member_say_is_lost_with_a_connection(m
         for message in line.heard():
             by_coordinator.append(CODEC.decode(message).key)
         for peer in peers:
-            listener.send(peer, Told(epoch=1, key="beat", value=b""))
+            listener.send(peer, StoredValue(epoch=1, key="beat", value=b""))
         return peers
 
     def exchange(numbers):
         for number in numbers:
             line.say(b"%d" % number)
             for peer in peers:
-                listener.send(peer, Told(epoch=1, key=str(number), value=b""))
+                listener.send(peer, StoredValue(epoch=1, key=str(number), value=b""))
 
     def told():
         return [key for key in by_coordinator if key != "beat"]

@@ -15,8 +15,8 @@ import torch
 from transport.weights import Deadlines, Layout, Mesh, SegmentError, ShardedWriter, WeightError, reshard
 from transport.weights.deltas.ends import DeltaWriter
 from transport.weights.sharded.process_group import ProcessGroup
-from transport.weights.sharded.put import Arrival, Deposit, Deposits
-from transport.weights.sharded.transfer import Exchange
+from transport.weights.sharded.put import Deposit, DepositedChunk, Deposits
+from transport.weights.sharded.transfer import GroupExchange
 
 from ..sharded_programs import (
     BUCKET_BYTES,
@@ -156,7 +156,7 @@ def test_a_trainer_rank_that_was_stopped_in_a_chunk_wakes_and_changes_no_byte_of
 
 def test_a_source_rank_writes_exactly_the_plans_bytes_and_sends_none(address, backend, monkeypatch):
     written, sent = Counter(), Counter()
-    send, message = Exchange.send, ProcessGroup.send
+    send, message = GroupExchange.send, ProcessGroup.send
 
     def counted(exchange, steps, *rest):
         for step in steps:
@@ -167,7 +167,7 @@ def test_a_source_rank_writes_exactly_the_plans_bytes_and_sends_none(address, ba
         sent[tensor.nbytes] += 1
         return message(group, tensor, peer, tag)
 
-    monkeypatch.setattr(Exchange, "send", counted)
+    monkeypatch.setattr(GroupExchange, "send", counted)
     monkeypatch.setattr(ProcessGroup, "send", weighed)
     with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, **backend) as (trainer, group):
         tensors = trainer.publish(1)
@@ -182,8 +182,8 @@ def test_a_source_rank_writes_exactly_the_plans_bytes_and_sends_none(address, ba
 
 
 def test_a_sender_is_done_and_its_tensors_free_though_no_receiver_has_looked_yet(address, backend, monkeypatch):
-    looks, unpack = threading.Event(), Arrival.unpack
-    monkeypatch.setattr(Arrival, "unpack", lambda step: unpack(step) if looks.wait(DEADLINE_S) else None)
+    looks, unpack = threading.Event(), DepositedChunk.unpack
+    monkeypatch.setattr(DepositedChunk, "unpack", lambda step: unpack(step) if looks.wait(DEADLINE_S) else None)
     with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, hold="until_settle", **backend) as (trainer, group):
         for version in (1, 2):
             looks.clear()
@@ -201,7 +201,7 @@ def test_a_byte_that_is_flipped_in_a_readers_buffer_is_found_and_the_next_versio
         step._summer._tensors[0].view(torch.uint8).select(0, -1).select(0, -1).bitwise_xor_(4)
 
     with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, **backend) as (trainer, group):
-        refuses_damaged(trainer, group, monkeypatch, Arrival, flip)
+        refuses_damaged(trainer, group, monkeypatch, DepositedChunk, flip)
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from transport.weights.protocol.messages import BROKEN
 from transport.weights.protocol.ranks import Transfer, TransferOutcome
 from transport.weights.sharded.epoch_thread import EpochThread
 from transport.weights.sharded.process_group import ProcessGroup
-from transport.weights.sharded.put import Arrival, Deposit
-from transport.weights.sharded.rendezvous import LineStore, Meeting
-from transport.weights.sharded.steps import Step
+from transport.weights.sharded.put import Deposit, DepositedChunk
+from transport.weights.sharded.rendezvous import CoordinatorStore, Meeting
+from transport.weights.sharded.steps import ChunkMessage
 
 from ..sharded_rig import (
     DEADLINE_S,
@@ -55,7 +55,7 @@ def gate(monkeypatch):
     def waiting(move):
         return lambda step: move(step) if opened.wait(DEADLINE_S) else None
 
-    for kind, move in ((Step, "unpack"), (Arrival, "unpack"), (Deposit, "pack")):
+    for kind, move in ((ChunkMessage, "unpack"), (DepositedChunk, "unpack"), (Deposit, "pack")):
         monkeypatch.setattr(kind, move, waiting(getattr(kind, move)))
     yield opened
     opened.set()
@@ -193,7 +193,7 @@ def test_a_byte_flipped_on_the_way_is_found_and_the_next_version_taken(address, 
         step.data[5] ^= 4
 
     with plane(SOURCE, TARGET, address, bucket_bytes=64) as (trainer, group):
-        refuses_damaged(trainer, group, monkeypatch, Step, flip)
+        refuses_damaged(trainer, group, monkeypatch, ChunkMessage, flip)
 
 
 def test_a_byte_flipped_in_the_trainers_buffer_is_found(address, backend):
@@ -377,7 +377,7 @@ def test_no_thread_of_a_transfer_outlives_the_ends_that_began_it(address, monkey
 
 @pytest.mark.parametrize("over", ["one host", "hosts"])
 def test_a_process_group_whose_peers_never_come_is_given_up_at_once(tmp_path, over):
-    line = LineStore(1, lambda _: None)
+    line = CoordinatorStore(1, lambda _: None)
     meeting = Meeting(str(tmp_path / "store")) if over == "one host" else Meeting(host="127.0.0.2", line=line)
     ended = []
 

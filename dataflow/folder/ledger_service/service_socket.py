@@ -11,7 +11,7 @@ from dataflow.system.messages import MessageError
 from dataflow.system.security import RunKeys, give_up_soon, present
 
 
-class Line:
+class ServiceSocket:
     """Sends, and receives what comes; neither ever waits but `heard`, for as long as it is told."""
 
     def __init__(self, address: str, keys: RunKeys | None, seek: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""An agent's line to the scheduler: one socket that shows the run's key, and what is wrong with it in words.
+"""An agent's socket to the scheduler, which shows the run's key, and what is wrong with the connection in plain text.
 
 What is said arrives, though the connection may be lost and made again.
 """
@@ -25,7 +25,7 @@ _TROUBLE: dict[int, str] = {
 }
 
 
-class Line:
+class SchedulerSocket:
     """To the one that leads the run now.
 
     consumes: messages of the scheduler
