@@ -81,9 +81,9 @@ def card(
         other = f"what '{column.name}' made" if column.name in made else "of the prompts, or added by an operator"
         said = _SAID.get(column.name, other)
         lines.append(f"| `{_code(column.name)}` | `{_code(column.kind)}` | {_text(said)} |")
-    if not pairs:
-        lines += ["", "Rollouts of dropped groups are kept by a run for a while only: `untrained` has those that were "
-                  "still there, without the columns that scorers would have added."]  # fmt: skip
+    if "untrained" in rows:
+        lines += ["", "A run keeps rollouts of dropped groups for a while only: `untrained` has those that were still "
+                  "there, and those in flight, without the columns that scorers would have added."]  # fmt: skip
     return "\n".join([*head, *lines]) + "\n"
 
 
