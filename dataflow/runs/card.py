@@ -62,14 +62,14 @@ def card(
 ) -> str:
     """The text of README.md. rows: by split."""
     graph, config = described(folder)
-    name, what = clean(folder.path.name), "Preference pairs" if pairs else "Rollouts"
+    name, what = folder.path.name, "Preference pairs" if pairs else "Rollouts"
     made = {node["name"] for node in graph.get("nodes", ())}
     head = ["---", "configs:", "- config_name: default", "  data_files:"]
     for split in rows:
         head += [f"  - split: {split}", f"    path: {json.dumps(f'data/{split}-*.parquet')}"]
     head += ["tags:", "- reinforcement-learning", "- dataflow-rl", "---", ""]
     lines = [
-        f"# {what} of {name}", "",
+        f"# {what} of {_text(name)}", "",
         f"Written by `dataflow export` from a run of the graph `{_code(graph.get('name', '?'))}`, "
         f"{', '.join(f'{count:,} rows {split}' for split, count in rows.items())}.", "",
         *(f"- {_text(note)}" for note in notes), *([""] if notes else []),

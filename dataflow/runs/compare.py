@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.display.words import clean, score, sparkline
+from dataflow.display.words import clean, sparkline
 from dataflow.draw.charts import charts_svg
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import read_swaps
@@ -17,9 +17,11 @@ from dataflow.runs.columns import in_columns
 from dataflow.runs.figures import Course, Figures, figures_of
 from dataflow.runs.pictures import FIGURES, charts_of
 from dataflow.runs.report import command_of
-from dataflow.runs.tables import evaluation_lines, series, step_lines
+from dataflow.runs.tables import read_lines, series
 from dataflow.system.files import write_atomically
 
+SHORT, LONGEST = 44, 600
+"""Characters of a setting that stands beside the other; of one that stands below it."""
 RECORDED, NOT_RECORDED = "recorded", "not recorded"
 """What a folder says of versions and machine: one of an earlier version says nothing."""
 
@@ -48,10 +50,10 @@ class Differs:
 
 def side_of(folder: RunFolder, name: str) -> Side:
     """What is compared of a run. name: what it is called here."""
-    graph, config = described(folder)
+    (graph, config), lines = described(folder), read_lines(folder)
     return Side(
         name=name, graph=graph, config=config, swaps=[str(swap) for swap in read_swaps(folder)],
-        figures=figures_of(folder), lines=[*step_lines(folder), *evaluation_lines(folder)],
+        figures=figures_of(folder, lines), lines=[*lines.steps, *lines.evaluations],
     )  # fmt: skip
 
 
@@ -147,13 +149,26 @@ def told(first: Side, second: Side, *, signs: str, width: int) -> list[str]:
     lines += ["graph and knobs", *([f"  {clean(each)}" for each in graph] or ["  the same"]), ""]
     settings = setting_differences(first, second)
     lines.append("program and environment")
-    rows = [(each.name, each.first or "-", each.second or "-") for each in settings]
-    lines += [f"  {line}" for line in in_columns(("", "A", "B"), rows)] if rows else ["  the same"]
+    lines += _settings_told(settings) if settings else ["  the same"]
     figures = figure_rows(first.figures, second.figures)
     heads = ("figures", "A", "B", "B - A")
     lines += ["", *in_columns(heads, figures, right=("A", "B", "B - A"))]
     curves = [line for chart in FIGURES[:4] for line in _curves(chart.name, chart.title, first, second, signs, width)]
     return [*lines, *(["", "curves, step by step from left to right", *curves] if curves else [])]
+
+
+def _settings_told(settings: Sequence[Differs]) -> list[str]:
+    """Short ones in columns, each long one below its name."""
+    short = [each for each in settings if max(len(each.first or ""), len(each.second or "")) <= SHORT]
+    rows = [(each.name, each.first or "-", each.second or "-") for each in short]
+    lines = [f"  {line}" for line in in_columns(("", "A", "B"), rows)] if rows else []
+    for each in settings:
+        if each not in short:
+            values = (
+                (letter, clean(value or "-")[:LONGEST]) for letter, value in (("A", each.first), ("B", each.second))
+            )
+            lines += [f"  {clean(each.name)}", *(f"    {letter}  {value}" for letter, value in values)]
+    return lines
 
 
 def _curves(name: str, title: str, first: Side, second: Side, signs: str, width: int) -> list[str]:
@@ -162,9 +177,9 @@ def _curves(name: str, title: str, first: Side, second: Side, signs: str, width:
     if not all(both):
         return []
     low, high = min(map(min, both)), max(map(max, both))
-    lines = [f"  {title}, {score(low)} to {score(high)}"]
+    lines = [f"  {title}, {_told(low)} to {_told(high)}"]
     for letter, values in zip("AB", both, strict=True):
-        lines.append(f"  {letter} {sparkline(values, width, signs, (low, high))} {score(values[-1])}")
+        lines.append(f"  {letter} {sparkline(values, width, signs, (low, high))} {_told(values[-1])}")
     return lines
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dataflow.folder.faults import restarts
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.resume import TIMES
-from dataflow.runs.tables import evaluation_lines, fault_lines, series, step_lines
+from dataflow.runs.tables import Lines, fault_lines, series
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Figures:
     restarts: int
 
 
-def figures_of(folder: RunFolder) -> Figures:
-    """Those of the run in a folder."""
+def figures_of(folder: RunFolder, lines: Lines) -> Figures:
+    """Those of the run in a folder. lines: as `read_lines` has them."""
     times = folder.read_json("times.json", TIMES)
     return figures(
-        step_lines(folder), evaluation_lines(folder), times, faults=len(fault_lines(folder)),
+        lines.steps, lines.evaluations, times, faults=len(fault_lines(folder)),
         restarts=restarts(folder.path),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataflow.display.words import known
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.state import State, begun_at, state_of
 from dataflow.system.files import RunFolderError, disk
@@ -100,9 +101,9 @@ def listed(path: Path) -> Listed:
     last = last_lines(folder.metrics, leader, said)
     return Listed(
         name=path.resolve().name, folder=str(path), graph=_text(graph.get("name")), state=state_of(folder),
-        steps=int(_number(last.step.get("step")) or 0), wanted=_whole(config.get("steps")),
-        accuracy=_number(last.evaluation.get("eval_accuracy")), reward=_number(last.step.get("reward_mean")),
-        loss=_number(last.step.get("loss")), begun=begun_at(folder, config), written=last.at, notes=tuple(said),
+        steps=int(known(last.step.get("step")) or 0), wanted=_whole(config.get("steps")),
+        accuracy=known(last.evaluation.get("eval_accuracy")), reward=known(last.step.get("reward_mean")),
+        loss=known(last.step.get("loss")), begun=begun_at(folder, config), written=last.at, notes=tuple(said),
     )  # fmt: skip
 
 
@@ -163,10 +164,6 @@ def _is_folder_of_its_own(path: Path) -> bool:
 def _is_run(path: Path) -> bool:
     names = {each.name for each in os.scandir(path)}
     return any(mark in names for mark in MARKS)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _whole(value: Any) -> int | None:

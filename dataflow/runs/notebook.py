@@ -6,7 +6,7 @@ from dataflow.runs import parts
 from dataflow.runs.figures import figures_of
 from dataflow.runs.pictures import charts_of, graph_svg
 from dataflow.runs.state import state_of
-from dataflow.runs.tables import evaluation_lines, step_lines
+from dataflow.runs.tables import read_lines
 from dataflow.runs.texts import escaped
 
 SHOWN = 4
@@ -21,9 +21,10 @@ _STYLE = (
 def html_of(folder: RunFolder) -> str:
     """A piece of HTML that needs nothing else."""
     graph, config = described(folder)
-    drawn = charts_of({"": [*step_lines(folder), *evaluation_lines(folder)]})[:SHOWN]
+    lines = read_lines(folder)
+    drawn = charts_of({"": [*lines.steps, *lines.evaluations]})[:SHOWN]
     return (
         f'<div class="dataflow-run"><style>{_STYLE}</style><p><b>{escaped(folder.path.name)}</b></p>'
-        f"{parts.tiles(figures_of(folder), state_of(folder).word)}{parts.charts(drawn)}"
+        f"{parts.tiles(figures_of(folder, lines), state_of(folder).word)}{parts.charts(drawn)}"
         f'<div class="wide">{graph_svg(graph, config)}</div></div>'
     )

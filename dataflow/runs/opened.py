@@ -83,11 +83,11 @@ class Run:
 
     def steps(self, trainer: str | None = None) -> pa.Table:
         """A row for each step: what metrics.jsonl says. trainer: whose; None: of the one that leads."""
-        return tables.table_of(tables.step_lines(self.folder, trainer))
+        return tables.table_of(tables.read_lines(self.folder, trainer).steps)
 
     def evaluations(self) -> pa.Table:
         """A row for each evaluation."""
-        return tables.table_of(tables.evaluation_lines(self.folder))
+        return tables.table_of(tables.read_lines(self.folder).evaluations)
 
     def faults(self) -> pa.Table:
         """A row for each end of a worker that the run did not ask for."""

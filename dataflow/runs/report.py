@@ -21,7 +21,7 @@ from dataflow.runs.examples import examples_of
 from dataflow.runs.figures import figures_of
 from dataflow.runs.pictures import charts_of, graph_svg
 from dataflow.runs.state import begun_at, state_of
-from dataflow.runs.tables import evaluation_lines, fault_lines, step_lines
+from dataflow.runs.tables import fault_lines, read_lines
 from dataflow.runs.texts import escaped
 from dataflow.runs.which import parts_of
 from dataflow.system.files import to_json, write_atomically
@@ -44,8 +44,8 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
     """The whole page."""
     graph, config = described(folder)
     state, swaps = state_of(folder), read_swaps(folder)
-    steps, rounds = step_lines(folder), evaluation_lines(folder)
-    drawn = charts_of({"": [*steps, *rounds]}, _marks(swaps))
+    lines = read_lines(folder)
+    drawn = charts_of({"": [*lines.steps, *lines.evaluations]}, _marks(swaps))
     begun = begun_at(folder, config)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun)) if begun is not None else "at an unknown time"
     found = parts_of(folder)
@@ -62,7 +62,7 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
     head = (
         f"<h1>{escaped(folder.path.name)}</h1>"
         f'<p class="muted">graph <code>{escaped(graph.get("name", "?"), 200)}</code>, begun {when}</p>{note}'
-        f"{parts.tiles(figures_of(folder), state.word)}<nav>{links}</nav>"
+        f"{parts.tiles(figures_of(folder, lines), state.word)}<nav>{links}</nav>"
     )
     body = head + "".join(f'<section id="{name}"><h2>{title}</h2>{text}</section>' for name, title, text in sections)
     return Template(_file("report.html")).substitute(

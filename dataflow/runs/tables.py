@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from dataflow.folder.finished import File
 from dataflow.folder.rollout_files import arrow_schema, stream_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
-from dataflow.records import DROP_REASON, GROUP_ID, VERSIONS, group_slices
-from dataflow.runs.which import EVALUATED, TRAINED, Part, fates_of, leaders_of
+from dataflow.records import DROP_REASON, VERSIONS, group_slices
+from dataflow.runs.which import TRAINED, Part, fates_of, leaders_of
 from dataflow.staleness import NO_TOKEN, oldest_versions
 from dataflow.system.files import RunFolderError
 
@@ -34,7 +35,12 @@ def rollout_schema(parts: Iterable[Part], columns: Collection[str] | None = None
     """The columns of all these files together. Errors: RunFolderError where two have one of different types."""
     found: pa.Schema = pa.schema([])
     for part in parts:
-        schema = arrow_schema(part.path)
+        try:
+            schema = arrow_schema(part.path)
+        except RunFolderError:
+            if part.path.exists():
+                raise
+            continue
         if schema.metadata is not None:
             schema = schema.remove_metadata()
         if schema == found:
@@ -67,10 +73,12 @@ def rollout_batches(
     schema = schema or rollout_schema(parts, columns)
     wanted = None if columns is None else {*columns, VERSIONS}
     for part in parts:
-        if not part.path.exists():
-            continue
-        for batch in stream_arrow(part.path, wanted):
-            yield conform(batch, schema, _facts(part, batch))
+        try:
+            for batch in stream_arrow(part.path, wanted):
+                yield conform(batch, schema, _facts(part, batch))
+        except RunFolderError:
+            if part.path.exists():
+                raise
 
 
 def _facts(part: Part, batch: pa.RecordBatch) -> dict[str, Any]:
@@ -120,20 +128,26 @@ def untrained_batches(folder: RunFolder) -> Iterator[pa.RecordBatch]:
                     yield conform(rows, with_added(rows.schema), facts)
 
 
-def step_lines(folder: RunFolder, trainer: str | None = None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are of a trainer's steps. trainer: whose; None: of the one that leads."""
+@dataclass(frozen=True)
+class Lines:
+    """Lines of metrics.jsonl that count."""
+
+    steps: list[dict[str, Any]]
+    """Of one trainer."""
+    evaluations: list[dict[str, Any]]
+
+
+def read_lines(folder: RunFolder, trainer: str | None = None) -> Lines:
+    """Those of a run. trainer: whose steps; None: of the one that leads."""
     if trainer is None:
         leaders = leaders_of(*described(folder))
         trainer = leaders[0] if leaders else None
-    return [
-        line for line in folder.read_metrics()
+    lines = folder.read_metrics()
+    steps = [
+        line for line in lines
         if "step" in line and EVAL not in line and (trainer is None or line.get("node", trainer) == trainer)
     ]  # fmt: skip
-
-
-def evaluation_lines(folder: RunFolder) -> list[dict[str, Any]]:
-    """Those that are of evaluations."""
-    return [line for line in folder.read_metrics() if EVAL in line]
+    return Lines(steps, [line for line in lines if EVAL in line])
 
 
 def series(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
@@ -171,9 +185,3 @@ def _column(values: Sequence[Any]) -> pa.Array:
 def fault_lines(folder: RunFolder) -> list[dict[str, Any]]:
     """The lines of faults.jsonl: ends of workers that the run did not ask for."""
     return read_faults(folder.path, folder.extras.tell)
-
-
-__all__ = [
-    "ADDED", "EVALUATED", "GROUP_ID", "conform", "evaluation_lines", "fault_lines", "rollout_batches",
-    "rollout_schema", "series", "step_lines", "table_of", "untrained_batches", "with_added",
-]  # fmt: skip

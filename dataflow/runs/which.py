@@ -74,14 +74,17 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> Parts:
     graph, config = described(folder)
     trainers, evaluations = trainers_of(graph, config), evaluations_of(graph, config)
     wanted = [trainer] if trainer is not None else leaders_of(graph, config) or [""]
-    known = _ask(folder, [*wanted, *evaluations])
+    known = _ask(folder, wanted, evaluations)
     files: list[Part] = []
     notes = [known.fault] if known.fault else []
     for node in wanted:
         own = node if len(trainers) > 1 else None
         if node in known.gone:
             notes.append(f"rollouts of '{node}' up to step {known.gone[node]} were not kept (--keep-steps)")
-        files += _files(folder, own, "step", TRAINED, node, known)
+        mine = _files(folder, own, "step", TRAINED, node, known)
+        files += mine
+        if (away := (known.last.get(node) or 0) - known.gone.get(node, 0) - len(mine)) > 0:
+            notes.append(f"rollouts of {away:,} steps of '{node}' are not in this folder: other hosts have them")
     files += _files(folder, None, "eval", EVALUATED, evaluations[0] if len(evaluations) == 1 else "", known)
     return Parts(files=tuple(files), notes=tuple(notes))
 
@@ -96,16 +99,19 @@ def _files(folder: RunFolder, own: str | None, kind: str, outcome: str, node: st
     ]  # fmt: skip
 
 
-def _ask(folder: RunFolder, nodes: list[str]) -> _Known:
+def _ask(folder: RunFolder, trainers: list[str], evaluations: list[str]) -> _Known:
     """Of the ledger, which is opened for reading; what it does not tell is not known."""
     known = _Known()
     try:
         with Ledger.open(folder.ledger, readonly=True) as ledger:
             known.gone = not_kept(ledger.facts())
-            for node in filter(None, nodes):
+            for node in filter(None, [*trainers, *evaluations]):
                 known.sources[node] = ledger.sources(node)
-                round_ = ledger.last_round(node)
-                known.last[node] = round_ if round_ is not None else ledger.last_step(node)
+                if node in trainers:
+                    known.last[node] = ledger.last_step(node)
+                else:
+                    found = ledger.last_round(node)
+                    known.last[node] = -1 if found is None else found
     except LedgerError as error:
         known.fault = f"the ledger was not asked which steps count, and all files do: {error}"
     return known

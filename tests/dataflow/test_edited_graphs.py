@@ -80,6 +80,7 @@ def test_an_edited_graph_runs_and_its_rows_have_the_columns(tmp_path: Path) -> N
     rows = Run(result.folder).rollouts()
     assert rows.column("reward").to_pylist() == [1.0] * rows.num_rows == [1.0] * 32
     assert "length" not in rows.column_names
+    assert result._repr_html_() == Run(result.folder)._repr_html_()
 
 
 def test_rows_of_one_source_alone_pass_an_operator_that_was_inserted_for_it() -> None:

@@ -58,12 +58,17 @@ def test_what_differs_is_named_and_what_does_not_is_left_out(
     assert any(line[:3] == ["version", "of", "pyarrow"] and line[-1] == "1.2.3" for line in told)
     assert not any(line[:3] == ["version", "of", "numpy"] for line in told)
     assert any(line[:2] == ["steps", "12"] for line in told)
+    with Ledger.open(other / "ledger.db") as ledger:
+        config = ledger.facts()["config"]
+        ledger.set_facts({"config": {**config, "command": [*config["command"], "--note", "x" * 80]}})
+    cli.compare_runs(made, other)
+    assert any(line.startswith("    B  ") and line.endswith("x" * 80) for line in capsys.readouterr().out.splitlines())
     root = ElementTree.fromstring((tmp_path / "both.svg").read_text())
     assert {made.name, "other"} <= {each.text for each in root.iter() if each.text}
     assert cli.compare_runs(made, other, json=True) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["figures"][1]["step_s"] == pytest.approx(0.5)
-    assert {each["name"] for each in plain["settings"]} == {"seed", "version of pyarrow"}
+    assert {each["name"] for each in plain["settings"]} == {"seed", "version of pyarrow", "command"}
     with pytest.raises(GraphError, match="the picture of two runs is an .svg, but got 'both.png'"):
         cli.compare_runs(made, other, draw=tmp_path / "both.png")
 
@@ -77,10 +82,10 @@ def test_two_curves_stand_below_each_other_on_one_scale(
         (tmp_path / name / "metrics.jsonl").write_text(text)
     cli.compare_runs(tmp_path / "slow", tmp_path / "fast")
     told = capsys.readouterr().out.splitlines()
-    at = next(number for number, line in enumerate(told) if line.startswith("  reward, mean of a step, 0.01 to 0.80"))
+    at = next(number for number, line in enumerate(told) if line.startswith("  reward, mean of a step, 0.01 to 0.8"))
     slow, fast = told[at + 1], told[at + 2]
-    assert slow.endswith("0.40")
-    assert fast.endswith("0.80")
+    assert slow.endswith(" 0.4")
+    assert fast.endswith(" 0.8")
     assert sparkline([0, 1], 2, "abcd", (0, 2)) == "ac"
     assert sparkline([-9, 9], 2, "abcd", (0, 2)) == "ad"
 
