@@ -106,13 +106,11 @@ class Shards:
     def _end(self) -> None:
         writer, file = self._writer, self._file
         self._writer = self._file = None
-        try:
-            if writer is not None:
-                with disk("writing", self._folder, THEN):
-                    writer.close()
-        finally:
+        with disk("writing", self._folder, THEN), contextlib.ExitStack() as stack:
             if file is not None:
-                file.close()
+                stack.callback(file.close)  # which writes what it holds: the disk may refuse that too
+            if writer is not None:
+                writer.close()
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
