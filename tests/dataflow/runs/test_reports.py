@@ -79,12 +79,14 @@ def test_a_report_has_curves_graph_rollouts_faults_ledger_and_environment(
     assert {"curves", "graph", "rollouts", "faults", "ledger", "environment"} <= ids
     assert {attributes["href"] for tag, attributes in page.elements if tag == "a"} <= {f"#{name}" for name in ids}
     for wanted in (
-        "48 issued = 48 trained", "144 rollouts of 12 of 12 steps", "Best, by", "No worker ended", "finished",
+        " = 48 trained + 0 dropped", "144 rollouts of 12 of 12 steps", "Best, by", "No worker ended", "finished",
         "pyarrow", "python", "length",
     ):  # fmt: skip
         assert wanted in text, wanted
     style = out.read_text().partition("<style>")[2].partition("</style>")[0]
     assert "prefers-color-scheme:dark" in style
+    policies = [attributes.get("content") for tag, attributes in page.elements if tag == "meta"]
+    assert any("default-src 'none'" in str(policy) for policy in policies)
     assert "width=device-width" in out.read_text()
     cli.report_run(made, out=out)  # a report is written over
     (tmp_path / "thesis.html").write_text("<p>years of work</p>")
