@@ -1,6 +1,7 @@
 """What a run runs on: the versions of what it uses, and the machine, as plain values; imports none of it."""
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -22,13 +23,18 @@ def environment(devices: Devices) -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(), "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(), "cpus": devices.cpus, "memory_bytes": devices.memory_bytes,
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": _packages(),
     }  # fmt: skip
     if devices.gpus:
         found |= {"gpus": devices.gpus, "gpu_models": _gpu_models(), "gpu_driver": _first(_GPUS / "version")}
     if threads := os.environ.get("OMP_NUM_THREADS"):
         found["OMP_NUM_THREADS"] = threads
     return found
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    return {name: version for name in _PACKAGES if (version := _version(name))}
 
 
 def _version(package: str) -> str:
