@@ -1,15 +1,15 @@
 """A few rollouts of a run to look at: the best, the worst, and some by chance, from files spread over its steps."""
 
-import heapq
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
 from dataflow.records import (
     ERROR,
+    GROUP_ID,
     LOGPROBS,
     MASK,
     PROMPT_COLUMNS,
@@ -17,7 +17,7 @@ from dataflow.records import (
     TOKENS,
     VERSIONS,
 )
-from dataflow.runs.tables import ADDED, rollout_batches, rollout_schema
+from dataflow.runs.tables import ADDED, SOURCE, STEP, rollout_batches, rollout_schema
 from dataflow.runs.which import TRAINED, Part
 
 MOST_FILES = 40
@@ -43,6 +43,17 @@ class Examples:
     of_files: int = 0
 
 
+@dataclass(frozen=True, order=True)
+class _Ranked:
+    value: float
+    seen: int
+    row: Mapping[str, Any] = field(compare=False)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        return self.row.get(SOURCE), self.row.get(STEP), self.row.get(GROUP_ID)
+
+
 def examples_of(parts: Sequence[Part], by: str = "reward", each: int = EACH) -> Examples:
     """From at most `MOST_FILES` files of steps. by: the figure of a rollout. Errors: RunFolderError."""
     steps = [part for part in parts if part.outcome == TRAINED]
@@ -53,8 +64,8 @@ def examples_of(parts: Sequence[Part], by: str = "reward", each: int = EACH) -> 
     schema = rollout_schema(chosen)
     columns = [field.name for field in schema if _is_small(field)]
     has = by in columns and not pa.types.is_string(schema.field(by).type)
-    best: list[tuple[float, int, Mapping[str, Any]]] = []
-    worst: list[tuple[float, int, Mapping[str, Any]]] = []
+    best: list[_Ranked] = []
+    worst: list[_Ranked] = []
     sample: list[Mapping[str, Any]] = []
     failed: list[Mapping[str, Any]] = []
     chance, seen = random.Random(0), 0
@@ -70,11 +81,11 @@ def examples_of(parts: Sequence[Part], by: str = "reward", each: int = EACH) -> 
             elif (at := chance.randrange(seen)) < each:
                 sample[at] = row
             if has and isinstance(value := row[by], int | float) and value == value:
-                _keep(best, (float(value), seen, row), each)
-                _keep(worst, (-float(value), seen, row), each)
+                _keep(best, _Ranked(float(value), seen, row), each)
+                _keep(worst, _Ranked(-float(value), seen, row), each)
     return Examples(
-        best=[row for _, _, row in sorted(best, key=lambda found: -found[0])],
-        worst=[row for _, _, row in sorted(worst, key=lambda found: -found[0])],
+        best=[found.row for found in sorted(best, reverse=True)],
+        worst=[found.row for found in sorted(worst, reverse=True)],
         random=sample, failed=failed, by=by if has else "", looked=seen, files=len(chosen), of_files=len(steps),
     )  # fmt: skip
 
@@ -84,12 +95,16 @@ def scores_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in _SHOWN and value is not None}
 
 
-def _keep(found: list[tuple[float, int, Mapping[str, Any]]], one: tuple[float, int, Any], most: int) -> None:
-    """Hold the `most` largest; of equal ones the later."""
-    if len(found) < most:
-        heapq.heappush(found, one)
-    else:
-        heapq.heappushpop(found, one)
+def _keep(found: list[_Ranked], one: _Ranked, most: int) -> None:
+    """Hold the `most` largest, one of each group; of equal ones the later."""
+    same = next((each for each in found if each.group == one.group), None)
+    if same is not None:
+        if one > same:
+            found[found.index(same)] = one
+    elif len(found) < most:
+        found.append(one)
+    elif one > (least := min(found)):
+        found[found.index(least)] = one
 
 
 def _is_small(field: pa.Field) -> bool:

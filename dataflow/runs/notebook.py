@@ -26,5 +26,5 @@ def html_of(folder: RunFolder) -> str:
     return (
         f'<div class="dataflow-run"><style>{_STYLE}</style><p><b>{escaped(folder.path.name)}</b></p>'
         f"{parts.tiles(figures_of(folder, lines), state_of(folder).word)}{parts.charts(drawn)}"
-        f'<div class="wide">{graph_svg(graph, config)}</div></div>'
+        f"{parts.graph(graph_svg(graph, config))}</div>"
     )

@@ -1,5 +1,6 @@
 """Pieces of HTML about a run, for its report and for notebooks; whatever comes from outside goes through `escaped`."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from dataflow.runs.texts import escaped, visible
 
 ONE_LINE = 300
 """Characters of what stands in a cell of a table."""
+LARGE = 1600
+"""Pixels from which on a graph is not made to fit."""
 
 
 def tiles(figures: Figures, state: str) -> str:
@@ -46,6 +49,13 @@ def charts(drawn: Iterable[Chart]) -> str:
     return f'<div class="charts">{found}</div>' if found else '<p class="muted">No step was finished.</p>'
 
 
+def graph(svg: str) -> str:
+    """A picture of the graph: as wide as the page, unless its text would be too small then."""
+    width = re.search(r'<svg [^>]*?width="([0-9.]+)"', svg)
+    large = " large" if width is not None and float(width[1]) > LARGE else ""
+    return f'<div class="wide{large}">{svg}</div>'
+
+
 def rollouts(examples: Examples) -> str:
     """Those that were found, kind by kind."""
     if not examples.looked:
@@ -72,8 +82,8 @@ def rollout(row: Mapping[str, Any]) -> str:
     error = f'<p class="label bad">error</p><pre>{escaped(row["error"])}</pre>' if row.get("error") else ""
     return (
         f'<article><h4>{escaped(where)}</h4><ul class="scores">{figures}</ul>'
-        f'<p class="label">prompt</p><pre>{escaped(row.get("prompt"))}</pre>'
-        f'<p class="label">completion</p><pre>{escaped(row.get("completion"))}</pre>{error}</article>'
+        f'<div class="texts"><div><p class="label">prompt</p><pre>{escaped(row.get("prompt"))}</pre></div>'
+        f'<div><p class="label">completion</p><pre>{escaped(row.get("completion"))}</pre></div></div>{error}</article>'
     )
 
 

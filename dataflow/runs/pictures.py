@@ -1,5 +1,6 @@
 """Pictures of a run from what its folder says: the graph without its program, and the curves that matter first."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from dataflow.runs.tables import series
 from dataflow.runs.texts import visible
 from dataflow.runs.which import trainers_of
 
+_MODEL = re.compile(r"Model\(.*?\bname='([^']+)'")
 _LONGEST = 300
 """Characters of a name."""
 
@@ -71,8 +73,8 @@ def picture_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> Picture:
         for edge in data
     )  # fmt: skip
     loops = tuple(
-        Loop(tail=edge["from"], head=edge["to"], model="weights", max_staleness=edge.get("max_staleness"),
-             refresh=_refresh(edge))
+        Loop(tail=edge["from"], head=edge["to"], model=_model(nodes[edge["to"]]),
+             max_staleness=edge.get("max_staleness"), refresh=_refresh(edge))
         for edge in edges if edge.get("plane") == "weights"
     )  # fmt: skip
     return Picture(
@@ -83,7 +85,7 @@ def picture_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> Picture:
 
 def _box(name: str, node: Mapping[str, Any], trains: bool) -> Box:
     kind = _name(node.get("operator", ""))
-    knobs = [f"{_name(knob)}={shorten(_name(value))}" for knob, value in (node.get("knobs") or {}).items()]
+    knobs = [f"{_name(knob)}={shorten(_value(value))}" for knob, value in (node.get("knobs") or {}).items()]
     more = len(knobs) - KNOBS_SHOWN
     if more > 0:
         knobs = [*knobs[:KNOBS_SHOWN], f"…+{more}"]
@@ -95,6 +97,12 @@ def _box(name: str, node: Mapping[str, Any], trains: bool) -> Box:
     same = kind.lower().replace("_", "") == name.lower().replace("_", "")
     role = role if role in ("source", "operator", "model", "trainer", "sink") else "operator"
     return Box(name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=role, about=kind)
+
+
+def _value(value: object) -> str:
+    """A knob as short as it can be: of a model its name."""
+    found = _MODEL.match(str(value))
+    return _name(f"{found[1]}{', frozen' if 'is_frozen=True' in str(value) else ''}" if found else value)
 
 
 def _lane(edge: Mapping[str, Any]) -> str:
@@ -113,6 +121,11 @@ def _added(edge: Mapping[str, Any], data: Sequence[Mapping[str, Any]]) -> tuple[
         for column in other.get("columns") or ()
     }  # fmt: skip
     return tuple(name for name in edge.get("columns") or () if name not in before)
+
+
+def _model(node: Mapping[str, Any]) -> str:
+    found = _MODEL.match(str((node.get("knobs") or {}).get("model", "")))
+    return _name(found[1]) if found else "weights"
 
 
 def _refresh(edge: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
     found = parts_of(folder)
     sections = [
         ("curves", "Curves", parts.charts(drawn)),
-        ("graph", "Graph", f'<div class="wide">{graph_svg(graph, config)}</div>'),
+        ("graph", "Graph", parts.graph(graph_svg(graph, config))),
         ("rollouts", "Rollouts", parts.rollouts(examples_of(found.files, by))),
         ("faults", "Faults and swaps", _faults(folder, swaps)),
         ("ledger", "Ledger", _ledger(folder, found.notes)),

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from rigs.runs_made import one_run
+from runs_made import one_run
 
 
 @pytest.fixture(scope="session")

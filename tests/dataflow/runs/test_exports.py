@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rigs.runs_made import GROUP, PROMPTS, STEPS
+from runs_made import GROUP, PROMPTS, STEPS
 
 from dataflow import Run, cli
 from dataflow.errors import RunError

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rigs.runs_made import GROUP, PROMPTS
+from runs_made import GROUP, PROMPTS
 
 from dataflow import Run, cli
 from dataflow.history.verify import verify
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent.parent
 PROGRAM = """
 import sys
-sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests"]
-from rigs import runs_made
+sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests", sys.argv[2] + "/tests/dataflow/runs"]
+import runs_made
 from rigs.operators import slow
 from dataflow import Model
 from dataflow.testing import FakePrompts, FakeTrainer

@@ -149,8 +149,9 @@ def test_the_best_the_worst_and_some_by_chance_are_chosen_alike_each_time(made: 
     assert [row["reward"] for row in found.worst] == [0.0] * 3
     assert (found.looked, found.files, found.of_files) == (144, 12, 12)
     assert found.best[0]["step"] == 12, "of equal ones the latest"
+    assert len({row["group_id"] for row in found.best}) == 3, "one of each group"
     assert not examples_of(parts, by="quality").by
-    many = [part for part in parts for _ in range(20)]
+    many = [part for part in parts for _ in range(5)]
     assert examples_of(many).files <= 40
     assert isinstance(examples_of([]), Examples)
     assert "no rollouts" in rollouts(Examples())

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from rigs.runs_made import GROUP, PROMPTS, STEPS
+from runs_made import GROUP, PROMPTS, STEPS
 
 from dataflow import Run
 from dataflow.folder.ledger import Ledger

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rigs.graphs import fake_graph
 
 from dataflow import Devices, Model, inline, run, scorer
 from dataflow.testing import FakeGenerator
-from rigs.graphs import fake_graph
 
 STEPS, PROMPTS, GROUP = 12, 4, 3
 
