@@ -219,7 +219,7 @@ LANGUAGE = (
         "no operator is removed whose column another one reads",
         "test_what_no_longer_fits_is_refused_by_name",
         "dataflow:Graph.remove",
-        without("needed"),
+        never("needed"),
         "the look at its readers",
     ),
     Law(
