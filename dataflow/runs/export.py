@@ -53,17 +53,16 @@ def export(folder: RunFolder, to: str, out: Path, *, pairs: bool = False, by: st
             schema = SCHEMA
         else:
             schema = rollout_schema(found.files)
-            untrained = _schema_with(schema, folder)
+            schema = _schema_with(schema, folder)
             evaluated = [part for part in found.files if part.outcome == EVALUATED]
             rows = _written(
                 data,
                 {
-                    TRAINED: rollout_batches(trained, untrained), EVALUATED: rollout_batches(evaluated, untrained),
-                    UNTRAINED: (conform(batch, untrained, {}) for batch in untrained_batches(folder)),
+                    TRAINED: rollout_batches(trained, schema), EVALUATED: rollout_batches(evaluated, schema),
+                    UNTRAINED: (conform(batch, schema, {}) for batch in untrained_batches(folder)),
                 },
-                dict.fromkeys((TRAINED, EVALUATED, UNTRAINED), untrained),
+                dict.fromkeys((TRAINED, EVALUATED, UNTRAINED), schema),
             )  # fmt: skip
-            schema = untrained
         if not any(rows.values()):
             raise RunError(
                 f"'{folder.path.name}' has nothing to export: {'no group gave a pair' if pairs else 'no rollouts'}"

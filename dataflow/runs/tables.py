@@ -14,7 +14,7 @@ from dataflow.folder.rollout_files import arrow_schema, stream_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.records import DROP_REASON, VERSIONS, group_slices
-from dataflow.runs.which import TRAINED, Part, fates_of, leaders_of
+from dataflow.runs.which import TRAINED, Part, check_trainer, fates_of, leaders_of, trainers_of
 from dataflow.staleness import NO_TOKEN, oldest_versions
 from dataflow.system.files import RunFolderError
 
@@ -138,10 +138,12 @@ class Lines:
 
 
 def read_lines(folder: RunFolder, trainer: str | None = None) -> Lines:
-    """Those of a run. trainer: whose steps; None: of the one that leads."""
+    """Those of a run. trainer: whose steps; None: of the one that leads. Errors: RunError for one that it has not."""
+    graph, config = described(folder)
     if trainer is None:
-        leaders = leaders_of(*described(folder))
-        trainer = leaders[0] if leaders else None
+        trainer = next(iter(leaders_of(graph, config)), None)
+    else:
+        check_trainer(trainer, trainers_of(graph, config))
     lines = folder.read_metrics()
     steps = [
         line for line in lines

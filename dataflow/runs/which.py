@@ -1,11 +1,12 @@
 """Which files of a run's rollouts count: those of steps and rounds that its ledger has taken in."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataflow.errors import RunError, nearest
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
@@ -69,10 +70,21 @@ def evaluations_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> list[
     return [name for name in sinks if name not in train]
 
 
+def check_trainer(name: str, trainers: Collection[str]) -> None:
+    """Errors: RunError where the run has no trainer of that name."""
+    if name not in trainers:
+        raise RunError(
+            f"the run has no trainer '{name}', but {list(trainers)}{nearest(name, trainers)}; name one of them"
+        )
+
+
 def parts_of(folder: RunFolder, *, trainer: str | None = None) -> Parts:
-    """The files of rollouts that count. trainer: whose; None: those of all that lead."""
+    """The files of rollouts that count. trainer: whose; None: those of all that lead. Errors: RunError for one that
+    the run has not."""
     graph, config = described(folder)
     trainers, evaluations = trainers_of(graph, config), evaluations_of(graph, config)
+    if trainer is not None:
+        check_trainer(trainer, trainers)
     wanted = [trainer] if trainer is not None else leaders_of(graph, config) or [""]
     known = _ask(folder, wanted, evaluations)
     files: list[Part] = []
@@ -84,7 +96,9 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> Parts:
         mine = _files(folder, own, "step", TRAINED, node, known)
         files += mine
         if (away := (known.last.get(node) or 0) - known.gone.get(node, 0) - len(mine)) > 0:
-            notes.append(f"rollouts of {away:,} steps of '{node}' are not in this folder: other hosts have them")
+            notes.append(
+                f"rollouts of {away:,} steps of '{node}' are not in this folder: other hosts have them, or they were removed"
+            )
     files += _files(folder, None, "eval", EVALUATED, evaluations[0] if len(evaluations) == 1 else "", known)
     return Parts(files=tuple(files), notes=tuple(notes))
 

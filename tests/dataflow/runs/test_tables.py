@@ -10,6 +10,7 @@ import pytest
 from runs_made import GROUP, PROMPTS, STEPS
 
 from dataflow import Run
+from dataflow.errors import RunError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.rollout_files import write_arrow
 from dataflow.folder.run_folder import RunFolder
@@ -46,6 +47,10 @@ def test_a_run_says_how_it_stands_and_has_steps_and_faults(made: Path, tmp_path:
     copy = shutil.copytree(made, tmp_path / "copy")
     (copy / "faults.jsonl").write_text('{"worker": "generator-0", "cause": "was killed", "recovered_s": 1.5}\n{"wor')
     assert Run(copy).faults().to_pylist() == [{"worker": "generator-0", "cause": "was killed", "recovered_s": 1.5}]
+    for look in (seen.steps, lambda trainer: seen.rollouts(trainer=trainer)):
+        assert look("trainer").num_rows
+        with pytest.raises(RunError, match=r"no trainer 'trainr'; name one of \['trainer'\]; did you mean 'trainer'"):
+            look("trainr")
     with pytest.raises(RunFolderError, match="no run folder at"):
         Run(tmp_path / "nowhere")
 
