@@ -73,9 +73,7 @@ def evaluations_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> list[
 def check_trainer(name: str, trainers: Collection[str]) -> None:
     """Errors: RunError where the run has no trainer of that name."""
     if name not in trainers:
-        raise RunError(
-            f"the run has no trainer '{name}', but {list(trainers)}{nearest(name, trainers)}; name one of them"
-        )
+        raise RunError(f"the run has no trainer '{name}'; name one of {list(trainers)}{nearest(name, trainers)}")
 
 
 def parts_of(folder: RunFolder, *, trainer: str | None = None) -> Parts:
@@ -96,9 +94,8 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> Parts:
         mine = _files(folder, own, "step", TRAINED, node, known)
         files += mine
         if (away := (known.last.get(node) or 0) - known.gone.get(node, 0) - len(mine)) > 0:
-            notes.append(
-                f"rollouts of {away:,} steps of '{node}' are not in this folder: other hosts have them, or they were removed"
-            )
+            why = "other hosts have them, or they were removed"
+            notes.append(f"rollouts of {away:,} steps of '{node}' are not in this folder: {why}")
     files += _files(folder, None, "eval", EVALUATED, evaluations[0] if len(evaluations) == 1 else "", known)
     return Parts(files=tuple(files), notes=tuple(notes))
 
