@@ -14,10 +14,12 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan, plan
 from dataflow.records import Array
 from dataflow.run import Result, inline, run
+from dataflow.runs.opened import Run
 from dataflow.scorer import scorer
 from dataflow.stream import Prompt, Rollout, Stream, join
 
 __all__ = [
     "Array", "DataflowError", "Devices", "Graph", "GraphError", "LoRA", "Model", "Plan", "Prompt", "Result", "Rollout",
-    "RunError", "Stream", "Weights", "collect", "inline", "join", "keep", "main", "plan", "run", "scorer", "verify",
+    "Run", "RunError", "Stream", "Weights", "collect", "inline", "join", "keep", "main", "plan", "run", "scorer",
+    "verify",
 ]  # fmt: skip

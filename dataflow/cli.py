@@ -26,6 +26,7 @@ from dataflow.history.rollout_view import find_rollout, plain_rollout, show_roll
 from dataflow.history.summary import summarize
 from dataflow.history.verify import report, verify
 from dataflow.launchers.submit import launch
+from dataflow.runs.commands import compare_runs, export_run, list_runs, report_run
 from dataflow.scheduler.orphans import clear
 from dataflow.scheduler.requests import ask_for_facts, ask_to_scale, ask_to_stop, ask_to_swap
 from dataflow.system.files import write_atomically
@@ -50,6 +51,10 @@ def main() -> None:
                 "doctor": doctor,
                 "calibrate": calibrate,
                 "launch": launch,
+                "list": list_runs,
+                "compare": compare_runs,
+                "export": export_run,
+                "report": report_run,
             },
             prog="dataflow",
             description="Look at the folders of runs, and speak to a run that is under way.",

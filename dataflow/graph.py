@@ -2,9 +2,11 @@
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pyarrow as pa
 
 from dataflow.annotations import fits
@@ -13,7 +15,7 @@ from dataflow.draw import draw, mimebundle
 from dataflow.errors import GraphError, nearest
 from dataflow.node import Operator, Source, Weights
 from dataflow.planning.plan import Plan
-from dataflow.records import DROP_REASON, ERROR
+from dataflow.records import DROP_REASON, ERROR, ROLLOUT_ID
 from dataflow.scoring.joining import Join
 from dataflow.stream import Prompt, Rollout, Stream
 from dataflow.structure import Call, Feedback, Structure
@@ -149,29 +151,142 @@ class Graph(Structure):
 
     def swap(self, name: str, operator: Operator) -> "Graph":
         """A new graph with the operator called `name` replaced by another, checked anew; this one stays as it is."""
-        if name not in self.operators:
-            raise GraphError(
-                f"there is no operator '{name}' to swap; the graph has {list(self.operators)}"
-                f"{nearest(name, self.operators)}"
-            )
-        old, new = self.operators[name], operator.renamed(name)
+        old, new = self._known(name, "swap"), operator.renamed(name)
         if old.kind != new.kind:
             raise GraphError(f"'{name}' is a {old.kind} and {_describe(operator)} is a {new.kind}; swap like for like")
-        graph = Graph(self.name)
+        return self._anew(instead={name: new})
+
+    def insert(self, operator: Operator, *, after: str, source: str | None = None) -> "Graph":
+        """A new graph with an operator on the stream behind the one called `after`, checked anew; this one stays.
+
+        All that read that stream read the operator's output. source: on the rows of this source alone; None: of all
+        that pass there.
+
+        >>> from dataflow import Graph, scorer
+        >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+        >>> @scorer
+        ... def short(completion: str) -> float:
+        ...     return -float(len(completion))
+        >>> g = Graph("tiny")
+        >>> FakeTrainer()(FakeGenerator()(g.source(FakePrompts())))
+        >>> scored = g.insert(short, after="generator")
+        >>> scored, scored.remove("short")
+        (Graph('tiny': prompts, generator, short, trainer), Graph('tiny': prompts, generator, trainer))
+        """
+        if not isinstance(operator, Operator) or operator.kind != "operator" or isinstance(operator, Join):
+            what = f", a {operator.kind}" if isinstance(operator, Operator) else ""
+            raise GraphError(
+                f"g.insert puts an operator between others, but got {_describe(operator)}{what}; give it one that "
+                f"takes rows and passes them on, such as a @scorer or a @keep filter"
+            )
+        before = self._known(after, "insert behind")
+        if before.kind == "sink":
+            read = [stream.node for call in self.calls if call.operator is before for stream in call.inputs]
+            raise GraphError(
+                f"'{after}' is a sink, and no rows leave it for '{operator.name}'; insert it behind what '{after}' "
+                f"reads: {read}"
+            )
+        if operator.name in self.operators:
+            raise GraphError(
+                f"'{operator.name}' is in the graph already; give the one that you insert another name: "
+                f'{operator.name}.renamed("{operator.name}_2")'
+            )
+        passing = [call.output.source for call in self.calls if call.operator is before]
+        if source is not None and source not in passing:
+            raise GraphError(
+                f"rows of '{source}' do not come from '{after}', which has those of {passing}; name one of these, or "
+                f"leave source out"
+            )
+        added = set(operator.provides({})) - {ERROR, DROP_REASON}
+        for later in nx.descendants(self._rows, after):
+            if twice := sorted(added & set(self.operators[later].provides({}))):
+                raise GraphError(
+                    f"'{operator.name}' cannot stand behind '{after}': it writes column '{twice[0]}', which '{later}' "
+                    f"writes further on; rename one of the two, or remove '{later}'"
+                )
+        return self._anew(behind=(after, operator, source))
+
+    def remove(self, name: str) -> "Graph":
+        """A new graph without the operator called `name`, checked anew; this one stays as it is.
+
+        Its readers read what it read. It is refused where one of them needs a column that it wrote."""
+        gone = self._known(name, "remove")
+        calls = [call for call in self.calls if call.operator is gone]
+        if gone.kind == "source":
+            raise GraphError(
+                f"'{name}' is a source, and nothing would come in its place; swap it: g.swap('{name}', ...)"
+            )
+        if gone.kind == "sink":
+            read = [stream.node for call in calls for stream in call.inputs]
+            raise GraphError(
+                f"'{name}' is a sink: without it nobody reads the rows of {read}; declare the graph without them"
+            )
+        if any(len(call.inputs) > 1 for call in calls):
+            joined = [stream.node for call in calls for stream in call.inputs]
+            raise GraphError(
+                f"'{name}' joins the streams of {joined}, and its readers have one input each; remove one of these"
+            )
+        if any(ROLLOUT_ID in c.output.columns and ROLLOUT_ID not in c.inputs[0].columns for c in calls):
+            raise GraphError(
+                f"'{name}' makes rollouts of prompts, and what stands behind it takes rollouts; swap it: "
+                f"g.swap('{name}', ...)"
+            )
+        lost = {column for call in calls for column in call.output.columns if column not in call.inputs[0].columns}
+        for reader in (call.operator for call in self.calls if call.operator.name in nx.descendants(self._rows, name)):
+            if needed := [column for column in reader.reads() if column in lost]:
+                raise GraphError(
+                    f"'{name}' cannot be removed: '{reader.name}' reads column '{needed[0]}', which '{name}' writes; "
+                    f"remove '{reader.name}' before it, or swap '{name}' for one that writes '{needed[0]}'"
+                )
+        return self._anew(without=name)
+
+    def _known(self, name: str, wish: str) -> Operator:
+        """The operator of that name. GraphError without one."""
+        if name not in self.operators:
+            raise GraphError(
+                f"there is no operator '{name}' to {wish}; the graph has {list(self.operators)}"
+                f"{nearest(name, self.operators)}"
+            )
+        return self.operators[name]
+
+    @property
+    def _rows(self) -> "nx.DiGraph[str]":
+        """Who sends rows to whom."""
+        return nx.DiGraph((s.node, call.operator.name) for call in self.calls for s in call.inputs)
+
+    def _anew(
+        self,
+        *,
+        instead: Mapping[str, Operator] | None = None,
+        behind: tuple[str, Operator, str | None] | None = None,
+        without: str = "",
+    ) -> "Graph":
+        """The same declaration, call by call, with this change, and checked. instead: other operators, by name.
+
+        behind: after which node another operator is applied, and to rows of which source. without: a node whose output
+        is its input."""
+        graph, others = Graph(self.name), instead or {}
         made: dict[tuple[str, str], Stream[Any]] = {}
         for call in self.calls:
-            current = new if call.operator.name == name else call.operator
-            inputs = tuple(made[s.node, s.source] for s in call.inputs)
-            if isinstance(current, Source):
-                output: Stream[Any] = graph.source(current)
+            current = others.get(call.operator.name, call.operator)
+            found = [made[s.node, s.source] for s in call.inputs]
+            inputs = tuple({stream.node: stream for stream in found}.values()) if without else tuple(found)
+            if current.name == without or (without and isinstance(current, Join) and len(inputs) == 1):
+                output = inputs[0]
+            elif isinstance(current, Source):
+                output = graph.source(current)
             elif isinstance(current, Join):
                 output = graph.merge(inputs)
             else:
                 output = graph.apply(current, inputs[0])
+            if behind is not None and current.name == behind[0] and behind[2] in (None, output.source):
+                output = graph.apply(behind[1], output)
             made[call.output.node, call.output.source] = output
         for feedback in self.feedbacks:
-            trainer: Any = new if feedback.weights.trainer is old else feedback.weights.trainer
-            reader = new if feedback.reader is old else feedback.reader
+            if feedback.reader.name == without:
+                continue
+            trainer: Any = others.get(feedback.weights.trainer.name, feedback.weights.trainer)
+            reader = others.get(feedback.reader.name, feedback.reader)
             bound: dict[str, int] = (
                 {"every": feedback.refresh.every} if feedback.refresh else {"max_staleness": feedback.max_staleness}
             )

@@ -27,6 +27,8 @@ from dataflow.folder.swaps import read_swaps
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
+from dataflow.history.environment import KEY as ENVIRONMENT
+from dataflow.history.environment import environment
 from dataflow.history.launch import KEY, Launch
 from dataflow.history.resume import Begun, RecordedRun, check_same, go_on_with, has_begun, take_up
 from dataflow.history.summary import summarize
@@ -41,6 +43,7 @@ from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan, plan
 from dataflow.planning.sharing import Wishes
 from dataflow.planning.this_machine import this_machine as this_machine
+from dataflow.runs.notebook import html_of
 from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import RunSpec, Times, execute, take
 from dataflow.scheduler.table import Table
@@ -103,6 +106,9 @@ class Result:
     def efficiency(self) -> float:
         """Busy seconds of the busiest node over wall seconds; 1 means that nothing but that node limits the run."""
         return max(self.busy_seconds.values(), default=0.0) / self.seconds if self.seconds else 0.0
+
+    def _repr_html_(self) -> str:
+        return html_of(RunFolder.open(self.folder))
 
 
 def make_plan(
@@ -362,7 +368,8 @@ def _judged(folder: RunFolder, quiet: bool) -> Verdict:
 def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, launch: Launch | None) -> None:
     """Put down what is run before it runs."""
     how = {"command": [sys.executable, *sys.argv], KEY: launch, "seed": settings.seed, "steps": settings.steps,
-           KEEP: settings.keep_steps, COPIES: settings.copies or None}  # fmt: skip
+           KEEP: settings.keep_steps, COPIES: settings.copies or None, "begun": time.time(),
+           ENVIRONMENT: environment(this_machine())}  # fmt: skip
     with Ledger.create(folder.ledger, consumers(graph)) as ledger:
         describe(folder, ledger, graph_facts(graph), how | plan_facts(graph, planned))
     folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))
@@ -372,7 +379,10 @@ def _describe_again(
     folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, recorded: RecordedRun, begun: Begun
 ) -> None:
     """Put down how a run goes on, before it does."""
-    resumed = [*recorded.config.get("resumed", []), {"at": time.time(), "from": begun.steps, "steps": settings.steps}]
+    here = {ENVIRONMENT: environment(this_machine())}
+    here = {name: found for name, found in here.items() if recorded.config.get(name) != found}
+    again = {"at": time.time(), "from": begun.steps, "steps": settings.steps, **here}
+    resumed = [*recorded.config.get("resumed", []), again]
     now = {"steps": settings.steps, KEEP: settings.keep_steps, COPIES: settings.copies or None, "resumed": resumed}
     config = {**recorded.config, **now, **plan_facts(graph, planned)}
     with Ledger.open(folder.ledger) as ledger:

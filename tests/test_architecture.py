@@ -269,7 +269,7 @@ def test_graphs_stay_under_sixty_lines() -> None:
 def test_the_exported_names_are_these() -> None:
     assert dataflow.__all__ == [
         "Array", "DataflowError", "Devices", "Graph", "GraphError", "LoRA", "Model", "Plan", "Prompt", "Result",
-        "Rollout", "RunError", "Stream", "Weights", "collect", "inline", "join", "keep", "main", "plan", "run",
+        "Rollout", "Run", "RunError", "Stream", "Weights", "collect", "inline", "join", "keep", "main", "plan", "run",
         "scorer", "verify",
     ]  # fmt: skip
     for exported in dataflow.__all__:

@@ -143,19 +143,22 @@ def fit_right(text: str, width: int) -> str:
     return " " * max(width - cell_len(text), 0) + fit(text, min(cell_len(text), width))
 
 
-def sparkline(values: Sequence[float], width: int, signs: str) -> str:
-    """At most `width` signs that show how the values went, each the mean of its stretch."""
+def sparkline(
+    values: Sequence[float], width: int, signs: str, scale: tuple[float, float] | None = None
+) -> str:  # fmt: skip
+    """At most `width` signs that show how the values went, each the mean of its stretch. scale: what the lowest sign
+    stands for, and the highest; None: the least mean and the largest."""
     finite = [value for value in values if known(value) is not None]
     if not finite or width <= 0:
         return ""
     width = min(width, len(finite))
     edges = [at * len(finite) // width for at in range(width + 1)]
     means = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
+    low, high = scale or (min(means), max(means))
     span = high - low
     if not 0 < span < math.inf:
         return signs[0] * width
-    return "".join(signs[min(int((mean - low) / span * len(signs)), len(signs) - 1)] for mean in means)
+    return "".join(signs[min(max(int((mean - low) / span * len(signs)), 0), len(signs) - 1)] for mean in means)
 
 
 def split_bar(busy: Any, blocked: Any, width: int, glyphs: Glyphs) -> tuple[str, str, str]:

@@ -1,15 +1,14 @@
 """The learning curve of a run as one SVG: mean reward by step, and accuracy on held-out prompts."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dataflow.draw.axes import figure, smooth, thin, ticks
 from dataflow.draw.document import document
 from dataflow.draw.words import xml
 
 WIDTH, HEIGHT = 760.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 30.0, 64.0, 52.0
-MOST_POINTS = 1_500
 LARGEST = 1e100
 """Numbers beyond are not drawn."""
 SMOOTHED = 20
@@ -37,8 +36,8 @@ def reward_curve_svg(
         body.append(f'<text class="axis" x="{LEFT:g}" y="{HEIGHT / 2:g}">no step was finished</text>')
         return document(WIDTH, HEIGHT, title, body)
     values = [value for _, value in (*reward, *accuracy)]
-    ys = _ticks(min(0.0, min(values)), max(values), 5)
-    xs = _ticks(0, max(step for step, _ in (*reward, *accuracy)) or 1, 8, whole=True)
+    ys = ticks(min(0.0, min(values)), max(values), 5)
+    xs = ticks(0, max(step for step, _ in (*reward, *accuracy)) or 1, 8, whole=True)
     last = max([step for step, _ in (*reward, *accuracy)] + [1.0])
 
     def place(step: float, value: float) -> tuple[float, float]:
@@ -49,11 +48,11 @@ def reward_curve_svg(
     for tick in ys:
         y = place(0, tick)[1]
         body.append(f'<path class="grid" d="M{LEFT:g} {y:.1f}H{WIDTH - RIGHT:g}"/>')
-        body.append(f'<text class="axis end" x="{LEFT - 9:g}" y="{y + 3.6:.1f}">{_number(tick)}</text>')
+        body.append(f'<text class="axis end" x="{LEFT - 9:g}" y="{y + 3.6:.1f}">{figure(tick)}</text>')
     for tick in xs:
         if tick <= last:
             x = place(tick, 0)[0]
-            body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{_number(tick)}</text>')
+            body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{figure(tick)}</text>')
     for number, (step, what) in enumerate(marks):
         x = place(min(step, last), 0)[0]
         body.append(f'<path class="grid changed" d="M{x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}"/>')
@@ -67,10 +66,10 @@ def reward_curve_svg(
         many = len(reward) >= SMOOTHED
         name = "raw stream0" if many else "stream0"
         legend += [(name, "reward, mean of a step")]
-        body.append(_line(name, [place(*point) for point in _thin(reward)]))
+        body.append(_line(name, [place(*point) for point in thin(reward)]))
         if many:
             legend += [("stream0", "its running mean")]
-            body.append(_line("stream0", [place(*point) for point in _thin(_smooth(reward))]))
+            body.append(_line("stream0", [place(*point) for point in thin(smooth(reward))]))
     if accuracy:
         legend += [("stream3", "accuracy on held-out prompts")]
         body.append(_line("stream3", [place(*point) for point in accuracy]))
@@ -98,40 +97,6 @@ def _series(metrics: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < LARGEST  # false for NaN
-
-
-def _smooth(series: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    half = max(len(series) // 40, 2)
-    sums = [0.0]
-    for _, value in series:
-        sums.append(sums[-1] + value)
-    smooth = []
-    for at, (step, _) in enumerate(series):
-        low, high = max(at - half, 0), min(at + half + 1, len(series))
-        smooth.append((step, (sums[high] - sums[low]) / (high - low)))
-    return smooth
-
-
-def _thin(series: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    stride = len(series) // MOST_POINTS + 1
-    return [*series[:-1:stride], series[-1]]
-
-
-def _ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Round numbers that enclose low and high."""
-    # A span that floats cannot divide is widened.
-    high = max(high, low + 1e-6 * max(abs(low), abs(high)), low + 1e-9)
-    raw = (high - low) / about
-    size = 10 ** math.floor(math.log10(raw))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
-    if whole:
-        step = max(math.ceil(step), 1)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [at * step for at in range(first, last + 1)]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.10g}"
 
 
 def _line(name: str, points: Sequence[tuple[float, float]]) -> str:

@@ -54,8 +54,10 @@ class OperatorBox:
     """Lines such as `group_size=8`, the last one `…+3` where there are more."""
     role: str
     """source | operator | model | trainer | sink: what the colour tells."""
-    operator: Operator
-    """The declaration itself, for pages that show all of it."""
+    about: str
+    """What the operator is, in sentences."""
+    operator: Operator | None = None
+    """The declaration itself, for pages that show all of it; None where a run's folder is all that there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +195,9 @@ def _box(name: str, operator: Operator) -> OperatorBox:
         knobs = [*knobs[:KNOBS_SHOWN], f"…+{more}"]
     same = kind.lower().replace("_", "") == name.lower().replace("_", "")
     return OperatorBox(
-        name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator), operator=operator
-    )
+        name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=_role(operator),
+        about=type(operator).__doc__ or "", operator=operator,
+    )  # fmt: skip
 
 
 def _role(operator: Operator) -> str:

@@ -138,7 +138,7 @@ def _size(
 
 def _box(number: int, box: OperatorBox, rect: Rect) -> str:
     x, y = rect.left + PAD + 4, rect.top + 10 + 11
-    doc = " ".join((type(box.operator).__doc__ or "").partition(">>>")[0].split())  # without the example
+    doc = " ".join(box.about.partition(">>>")[0].split())  # without the example
     parts = [
         f'<g class="node {box.role}" data-node="{number}"><title>{xml(f"{box.name}: {doc}")}</title>',
         f'<rect class="box" x="{_n(rect.left)}" y="{_n(rect.top)}" width="{_n(rect.width)}" '

@@ -1,7 +1,7 @@
 """The rollouts that a trainer was given and an evaluation read, an Arrow file for each step."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -98,10 +98,40 @@ def read_arrow(path: Path) -> pa.Table:
         table.validate(full=True)
         return table
     except pa.ArrowException as error:
-        raise RunFolderError(
-            f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: "
-            f"take it from a backup, or resume from a checkpoint before it"
-        ) from error
+        raise _damaged(path, error) from error
+
+
+def stream_arrow(path: Path, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The rows of an Arrow IPC file batch by batch, each checked, so that a large file needs little memory. columns:
+    of which it has some; None: all. Errors: RunFolderError."""
+    try:
+        with disk("reading", path), pa.OSFile(str(path)) as file:
+            reader = pa.ipc.open_file(file)
+            if columns is not None:
+                wanted = [at for at, name in enumerate(reader.schema.names) if name in columns]
+                reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=wanted))
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                batch.validate(full=True)
+                yield batch
+    except pa.ArrowException as error:
+        raise _damaged(path, error) from error
+
+
+def arrow_schema(path: Path) -> pa.Schema:
+    """The columns of an Arrow IPC file. Errors: RunFolderError."""
+    try:
+        with disk("reading", path), pa.OSFile(str(path)) as file:
+            return pa.ipc.open_file(file).schema
+    except pa.ArrowException as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> RunFolderError:
+    return RunFolderError(
+        f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: "
+        f"take it from a backup, or resume from a checkpoint before it"
+    )
 
 
 def _table(path: Path, rows: pa.RecordBatch | Iterable[pa.RecordBatch]) -> pa.Table:

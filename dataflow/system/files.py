@@ -33,13 +33,14 @@ class RunFolderError(RunError):
 
 
 @contextlib.contextmanager
-def disk(doing: str, path: Path) -> Iterator[None]:
-    """Turn what the operating system says about `path` into a RunFolderError."""
+def disk(doing: str, path: Path, then: str = "then resume: what was written before is whole") -> Iterator[None]:
+    """Turn what the operating system says about `path` into a RunFolderError. then: what to do once a full disk has
+    room again."""
     try:
         yield
     except OSError as error:
         said = error.strerror or str(error)
-        raise RunFolderError(f"{doing} '{path}' failed: {said}; {_advice(error, path)}") from error
+        raise RunFolderError(f"{doing} '{path}' failed: {said}; {_advice(error, path, then)}") from error
 
 
 def write_atomically(
@@ -129,9 +130,9 @@ def plain(value: Any) -> Any:
     )
 
 
-def _advice(error: OSError, path: Path) -> str:
+def _advice(error: OSError, path: Path, then: str) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"make room on that disk ({_free(path)}), then resume: what was written before is whole"
+        return f"make room on that disk ({_free(path)}), {then}"
     return _ADVICE.get(error.errno or 0, "look at the disk and its log")
 
 

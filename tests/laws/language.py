@@ -211,9 +211,16 @@ LANGUAGE = (
     Law(
         "a swapped graph is checked anew",
         "test_a_swapped_graph_is_checked_anew_as_a_whole",
-        "dataflow:Graph.swap",
+        "dataflow:Graph._anew",
         without("check"),
         "the check",
+    ),
+    Law(
+        "no operator is removed whose column another one reads",
+        "test_what_no_longer_fits_is_refused_by_name",
+        "dataflow:Graph.remove",
+        never("needed"),
+        "the look at its readers",
     ),
     Law(
         "a refusal says what is wrong, what was found, what to do",

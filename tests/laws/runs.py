@@ -604,4 +604,25 @@ LEDGER = (
         before("shutil.rmtree(self.folder(step), ignore_errors=True)", "exists"),
         "that the one before stays until the new one is whole",
     ),
+    Law(
+        "what the ledger has not taken in is in no table and no export",
+        "test_a_step_that_the_ledger_has_not_taken_in_does_not_count",
+        "dataflow.runs.which:_files",
+        always("last"),
+        "the look at the ledger's last step",
+    ),
+    Law(
+        "an export is there whole or not at all",
+        "test_a_full_disk_is_one_sentence_and_leaves_nothing",
+        "dataflow.runs.shards:new_folder",
+        without("rmtree"),
+        "the removal of what was written",
+    ),
+    Law(
+        "who looks at a run takes no lock of it away",
+        "test_a_lock_of_the_scheduler_says_that_a_run_goes_on_and_looking_at_it_does_not_open_it",
+        "dataflow.runs.state:lock_kinds",
+        expression("os.close(os.open(path, os.O_RDWR)) or str(path.stat().st_ino)", "st_ino", kind=ast.Call),
+        "that the lock file is not opened",
+    ),
 )

@@ -91,4 +91,11 @@ SECURITY = (
         without("MAXMSGSIZE"),
         "the cap",
     ),
+    Law(
+        "what a model writes acts on no page that is sent",
+        "test_what_models_prompts_scorers_and_errors_say_is_text",
+        "dataflow.runs.texts:visible",
+        argument("map", 0, "str"),
+        "the signs that act",
+    ),
 )

@@ -1,0 +1,44 @@
+"""What charts share: round numbers along an axis, running means, and fewer points than there are pixels."""
+
+import math
+from collections.abc import Sequence
+
+MOST_POINTS = 1_500
+Point = tuple[float, float]
+
+
+def smooth(series: Sequence[Point]) -> list[Point]:
+    """Its running mean, over about a twentieth of the points."""
+    half = max(len(series) // 40, 2)
+    sums = [0.0]
+    for _, value in series:
+        sums.append(sums[-1] + value)
+    means = []
+    for at, (step, _) in enumerate(series):
+        low, high = max(at - half, 0), min(at + half + 1, len(series))
+        means.append((step, (sums[high] - sums[low]) / (high - low)))
+    return means
+
+
+def thin(series: Sequence[Point]) -> list[Point]:
+    """Every n-th point, and the last."""
+    stride = len(series) // MOST_POINTS + 1
+    return [*series[:-1:stride], series[-1]]
+
+
+def ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
+    """Round numbers that enclose low and high."""
+    # A span that floats cannot divide is widened.
+    high = max(high, low + 1e-6 * max(abs(low), abs(high)), low + 1e-9)
+    raw = (high - low) / about
+    size = 10 ** math.floor(math.log10(raw))
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
+    if whole:
+        step = max(math.ceil(step), 1)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [at * step for at in range(first, last + 1)]
+
+
+def figure(value: float) -> str:
+    """As it stands at an axis."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.10g}"

@@ -1,0 +1,1 @@
+"""Looking at runs from their folders, finished or under way: listed, as tables, exported, reported, compared."""

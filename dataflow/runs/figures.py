@@ -1,0 +1,108 @@
+"""The figures of a run that are told beside those of another: from its lines and times, pure."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from dataflow.folder.faults import restarts
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.resume import TIMES
+from dataflow.runs.tables import Lines, fault_lines, series
+
+
+@dataclass(frozen=True)
+class Course:
+    """How one figure went."""
+
+    first: float
+    last: float
+    best: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Those of one run; None: not known."""
+
+    steps: int
+    seconds: float | None
+    """Of training."""
+    step_s: float | None
+    """Median seconds from one step to the next, without the first tenth."""
+    rollouts: int
+    rollouts_per_s: float | None
+    tokens_per_s: float | None
+    """Trained, the median of the steps without the first tenth."""
+    accuracy: Course | None
+    reward: Course | None
+    """Means over the first and the last tenth of the steps; the best running one."""
+    loss: Course | None
+    """The same; the best is the least."""
+    staleness_mean: float | None
+    staleness_max: float | None
+    efficiency: float | None
+    """Share of the seconds in which the busiest node was at work."""
+    busiest: str
+    dropped: int
+    """Groups."""
+    faults: int
+    restarts: int
+
+
+def figures_of(folder: RunFolder, lines: Lines) -> Figures:
+    """Those of the run in a folder. lines: as `read_lines` has them."""
+    times = folder.read_json("times.json", TIMES)
+    return figures(
+        lines.steps, lines.evaluations, times, faults=len(fault_lines(folder)),
+        restarts=restarts(folder.path),
+    )  # fmt: skip
+
+
+def figures(
+    steps: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    times: Mapping[str, Any],
+    *,
+    faults: int = 0,
+    restarts: int = 0,
+) -> Figures:
+    """From lines of metrics.jsonl and times.json."""
+    full = steps[len(steps) // 10 :]
+    # From one step to the next: a run that was resumed, or made steps again, has gaps.
+    ends = [value for _, value in series(full, "seconds")]
+    pauses = [after - before for before, after in pairwise(ends) if after > before]
+    seconds = times.get("seconds") or None
+    rollouts = sum(int(value) for _, value in series(steps, "rollouts"))
+    busy: Mapping[str, float] = times.get("busy_seconds") or {}
+    busiest = max(busy, key=lambda node: busy[node], default="")
+    accuracy = [value for _, value in series(evaluations, "eval_accuracy")]
+    stale = [value for _, value in series(steps, "staleness_mean")]
+    return Figures(
+        steps=len(steps), seconds=seconds, step_s=statistics.median(pauses) if pauses else None, rollouts=rollouts,
+        rollouts_per_s=rollouts / seconds if seconds and rollouts else None,
+        tokens_per_s=_median([value for _, value in series(full, "trained_tokens_per_s")]),
+        accuracy=Course(accuracy[0], accuracy[-1], max(accuracy)) if accuracy else None,
+        reward=_course([value for _, value in series(steps, "reward_mean")], max),
+        loss=_course([value for _, value in series(steps, "loss")], min),
+        staleness_mean=statistics.fmean(stale) if stale else None,
+        staleness_max=max((value for _, value in series(steps, "staleness_max")), default=None),
+        efficiency=busy[busiest] / seconds if seconds and busiest else None, busiest=busiest,
+        dropped=sum(_count(line.get("dropped")) for line in steps), faults=faults, restarts=restarts,
+    )  # fmt: skip
+
+
+def _course(values: Sequence[float], best: Any) -> Course | None:
+    if not values:
+        return None
+    tenth = max(1, len(values) // 10)
+    means = [statistics.fmean(values[at : at + tenth]) for at in range(0, len(values) - tenth + 1, tenth)]
+    return Course(statistics.fmean(values[:tenth]), statistics.fmean(values[-tenth:]), best(means))
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _count(dropped: Any) -> int:
+    return sum(value for value in dropped.values() if isinstance(value, int)) if isinstance(dropped, dict) else 0

@@ -1,0 +1,157 @@
+"""`dataflow report`: a run as one HTML file to send, with nothing that it would load from anywhere."""
+
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from dataflow.errors import RunError
+from dataflow.folder.faults import in_words
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.swaps import Swap, read_swaps
+from dataflow.history.describe import described
+from dataflow.history.environment import KEY as ENVIRONMENT
+from dataflow.history.launch import KEY as LAUNCH
+from dataflow.runs import parts
+from dataflow.runs.examples import examples_of
+from dataflow.runs.figures import figures_of
+from dataflow.runs.pictures import charts_of, graph_svg
+from dataflow.runs.state import begun_at, state_of
+from dataflow.runs.tables import fault_lines, read_lines
+from dataflow.runs.texts import escaped
+from dataflow.runs.which import parts_of
+from dataflow.system.files import to_json, write_atomically
+
+MARK = b"<!-- dataflow report -->"
+MOST_FAULTS = 200
+
+
+def write_report(folder: RunFolder, out: Path, *, by: str = "reward") -> None:
+    """Put the report of a run at `out`, whole or not at all. by: the figure that tells the best rollout.
+
+    Errors: RunError where something else than a report stands there; RunFolderError."""
+    if out.exists() and MARK not in _head(out):
+        raise RunError(f"'{out}' is there already and is no report; name another file with --out")
+    text = report(folder, by=by).encode("utf-8", "replace")
+    write_atomically(out, lambda file: file.write(text), flush=False)
+
+
+def report(folder: RunFolder, *, by: str = "reward") -> str:
+    """The whole page."""
+    graph, config = described(folder)
+    state, swaps = state_of(folder), read_swaps(folder)
+    lines = read_lines(folder)
+    drawn = charts_of({"": [*lines.steps, *lines.evaluations]}, _marks(swaps))
+    begun = begun_at(folder, config)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun)) if begun is not None else "at an unknown time"
+    found = parts_of(folder)
+    sections = [
+        ("curves", "Curves", parts.charts(drawn)),
+        ("graph", "Graph", parts.graph(graph_svg(graph, config))),
+        ("rollouts", "Rollouts", parts.rollouts(examples_of(found.files, by))),
+        ("faults", "Faults and swaps", _faults(folder, swaps)),
+        ("ledger", "Ledger", _ledger(folder, found.notes)),
+        ("environment", "Environment", _environment(config)),
+    ]
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
+    note = f'<p class="muted">{escaped(state.note)}</p>' if state.note else ""
+    head = (
+        f"<h1>{escaped(folder.path.name)}</h1>"
+        f'<p class="muted">graph <code>{escaped(graph.get("name", "?"), 200)}</code>, begun {when}</p>{note}'
+        f"{parts.tiles(figures_of(folder, lines), state.word)}<nav>{links}</nav>"
+    )
+    body = head + "".join(f'<section id="{name}"><h2>{title}</h2>{text}</section>' for name, title, text in sections)
+    return Template(_file("report.html")).substitute(
+        title=escaped(folder.path.name, 200), style=_file("report.css"), body=body,
+        footer=f"Written {time.strftime('%Y-%m-%d %H:%M')} by dataflow report; this file loads nothing and runs "
+        f"nothing. Signs that act, as control characters and marks of direction, are shown as what they are.",
+    )  # fmt: skip
+
+
+def _faults(folder: RunFolder, swaps: tuple[Swap, ...]) -> str:
+    lines = fault_lines(folder)
+    body = []
+    if lines:
+        body.append(f"<ul>{''.join(f'<li>{escaped(said, 500)}</li>' for said in in_words(lines)[-MOST_FAULTS:])}</ul>")
+    else:
+        body.append("<p>No worker ended that was not to.</p>")
+    if len(lines) > MOST_FAULTS:
+        body.append(f'<p class="muted">The last {MOST_FAULTS} of {len(lines):,}.</p>')
+    if swaps:
+        body += [
+            "<h3>Operators swapped in on the way</h3>",
+            f"<ul>{''.join(f'<li>{escaped(s, 500)}</li>' for s in swaps)}</ul>",
+        ]
+    return "".join(body)
+
+
+def _ledger(folder: RunFolder, notes: tuple[str, ...]) -> str:
+    sinks = [str(node["name"]) for node in described(folder)[0].get("nodes", ()) if node.get("kind") == "sink"]
+    try:
+        with Ledger.open(folder.ledger, readonly=True) as ledger:
+            rows = [(name, ledger.verdict(name)) for name in sinks]
+    except LedgerError as error:
+        return f'<p class="bad">{escaped(error, 1000)}</p>'
+    told = "".join(f'<p class="muted">{escaped(note, 1000)}</p>' for note in notes)
+    return (
+        f"{parts.table(('sink', 'groups'), rows)}{told}"
+        f'<p class="muted">Counted from the ledger alone; <code>dataflow verify</code> compares it with the files.</p>'
+    )
+
+
+def _environment(config: Mapping[str, Any]) -> str:
+    rows = list(environment_rows(config))
+    plan = "\n".join(map(str, config.get("plan") or ()))
+    more = f"<details><summary>the plan</summary><pre>{escaped(plan, 20_000)}</pre></details>" if plan else ""
+    return f"{parts.pairs(rows)}{more}"
+
+
+def environment_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a run was started with, and on: a name and a text each."""
+    if command := command_of(config):
+        yield "command", command
+    for name in ("seed", "steps", "keep_steps", "checkpoint_to"):
+        if config.get(name) is not None:
+            yield name, str(config[name])
+    yield "max_staleness", to_json(config.get("max_staleness")) if config.get("max_staleness") else ""
+    yield "hosts", to_json(config["hosts"]) if config.get("hosts") else ""
+    found = config.get(ENVIRONMENT)
+    if not isinstance(found, dict):
+        yield "versions", "not recorded: an earlier version of dataflow made this run"
+        return
+    for name, value in found.items():
+        if name == "packages" and isinstance(value, dict):
+            yield from ((str(package), str(version)) for package, version in value.items())
+        elif name == "memory_bytes" and isinstance(value, int | float):
+            yield "memory", f"{value / 2**30:.1f} GiB"
+        else:
+            yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """The command line, without the paths of this machine where the program has a name; empty: not known."""
+    launch = config.get(LAUNCH) or {}
+    if module := launch.get("module"):
+        return f"python -m {module} {shlex.join(map(str, launch.get('arguments', ())))}".strip()
+    command = config.get("command")
+    return shlex.join(map(str, command)) if isinstance(command, list) else ""
+
+
+def _marks(swaps: tuple[Swap, ...]) -> list[tuple[float, str]]:
+    return [(float(swap.step), f"{swap.node} = {swap.reference}") for swap in swaps]
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(4096)
+    except OSError:
+        return b""
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

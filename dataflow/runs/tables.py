@@ -1,0 +1,189 @@
+"""What a run's files say as Arrow: rollouts batch by batch, steps, evaluations and faults; and series of figures."""
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.folder.faults import read_faults
+from dataflow.folder.finished import File
+from dataflow.folder.rollout_files import arrow_schema, stream_arrow
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.describe import described
+from dataflow.records import DROP_REASON, VERSIONS, group_slices
+from dataflow.runs.which import TRAINED, Part, check_trainer, fates_of, leaders_of, trainers_of
+from dataflow.staleness import NO_TOKEN, oldest_versions
+from dataflow.system.files import RunFolderError
+
+OUTCOME, NODE, SOURCE, STEP, STALENESS = "outcome", "node", "source", "step", "staleness"
+ADDED: Mapping[str, pa.DataType] = {
+    OUTCOME: pa.string(),  # trained | evaluated | dropped | in flight
+    NODE: pa.string(),  # the trainer or evaluation
+    SOURCE: pa.string(),
+    STEP: pa.int64(),  # that trained it, or after which it was evaluated
+    STALENESS: pa.int64(),  # versions that its oldest token was behind, where it was trained
+}
+"""Columns that a rollout gets here, in front of its own; `drop_reason` stands behind them."""
+EVAL = "eval_accuracy"
+Point = tuple[float, float]
+
+
+def rollout_schema(parts: Iterable[Part], columns: Collection[str] | None = None) -> pa.Schema:
+    """The columns of all these files together. Errors: RunFolderError where two have one of different types."""
+    found: pa.Schema = pa.schema([])
+    for part in parts:
+        try:
+            schema = arrow_schema(part.path)
+        except RunFolderError:
+            if part.path.exists():
+                raise
+            continue
+        if schema.metadata is not None:
+            schema = schema.remove_metadata()
+        if schema == found:
+            continue
+        try:
+            found = pa.unify_schemas([found, schema], promote_options="permissive")
+        except pa.ArrowException as error:
+            raise RunFolderError(
+                f"'{part.path.name}' has other types than the files before it: {error}; export the steps before "
+                f"and after it apart"
+            ) from error
+    return with_added([field for field in found if columns is None or field.name in columns], columns)
+
+
+def with_added(fields: Iterable[pa.Field], columns: Collection[str] | None = None) -> pa.Schema:
+    """The columns that are added here, then these."""
+    own = [field for field in fields if field.name not in ADDED]
+    added = [pa.field(name, kind) for name, kind in ADDED.items() if columns is None or name in columns]
+    if all(field.name != DROP_REASON for field in own) and (columns is None or DROP_REASON in columns):
+        own.append(pa.field(DROP_REASON, pa.string()))
+    return pa.schema([*added, *own])
+
+
+def rollout_batches(
+    parts: Sequence[Part], schema: pa.Schema | None = None, columns: Collection[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rollouts of these files, in order, a batch at a time; a file that the run has removed since is passed over.
+
+    schema: as `rollout_schema` has it. columns: only these. Errors: RunFolderError for a damaged file."""
+    schema = schema or rollout_schema(parts, columns)
+    wanted = None if columns is None else {*columns, VERSIONS}
+    for part in parts:
+        try:
+            for batch in stream_arrow(part.path, wanted):
+                yield conform(batch, schema, _facts(part, batch))
+        except RunFolderError:
+            if part.path.exists():
+                raise
+
+
+def _facts(part: Part, batch: pa.RecordBatch) -> dict[str, Any]:
+    """What is known of the rows of a file beside what stands in it."""
+    ages: Any = None
+    if part.outcome == TRAINED and VERSIONS in batch.schema.names:
+        oldest = oldest_versions(batch.column(VERSIONS))
+        ages = pa.array(part.step - 1 - oldest, pa.int64(), mask=oldest == NO_TOKEN)
+    return {OUTCOME: part.outcome, NODE: part.node or None, SOURCE: part.source, STEP: part.step, STALENESS: ages}
+
+
+def conform(batch: pa.RecordBatch, schema: pa.Schema, facts: Mapping[str, Any]) -> pa.RecordBatch:
+    """The rows with the columns of a schema: their own, these facts, and null for what they lack."""
+    arrays = []
+    for field in schema:
+        if field.name in facts:
+            value = facts[field.name]
+            arrays.append(value if isinstance(value, pa.Array) else _repeated(value, batch.num_rows, field.type))
+        elif field.name in batch.schema.names:
+            arrays.append(batch.column(field.name).cast(field.type))
+        else:
+            arrays.append(pa.nulls(batch.num_rows, field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _repeated(value: Any, count: int, kind: pa.DataType) -> pa.Array:
+    return pa.nulls(count, kind) if value is None else pa.repeat(pa.scalar(value, kind), count)
+
+
+def untrained_batches(folder: RunFolder) -> Iterator[pa.RecordBatch]:
+    """Rollouts that generators have finished and that are still kept beside them: of groups that were dropped, with the
+    reason, and of those in flight. The columns that scorers add are not there yet."""
+    seen: dict[str, set[int]] = {}
+    for path in sorted((folder.path / "finished").glob("*/*.arrows")):
+        source = path.name.partition(".")[2].removesuffix(".arrows")
+        known = seen.setdefault(source, set())
+        for batch in File(path).read():
+            slices = [each for each in group_slices(batch) if each[0] not in known]
+            known |= {group for group, _, _ in slices}
+            fates = fates_of(folder, source, [group for group, _, _ in slices])
+            for group, first, count in slices:
+                if group in fates:
+                    outcome, reason, step = fates[group]
+                    rows = batch.slice(first, count)
+                    facts = {OUTCOME: outcome, NODE: None, SOURCE: source, STEP: step, STALENESS: None}
+                    facts[DROP_REASON] = reason
+                    yield conform(rows, with_added(rows.schema), facts)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of metrics.jsonl that count."""
+
+    steps: list[dict[str, Any]]
+    """Of one trainer."""
+    evaluations: list[dict[str, Any]]
+
+
+def read_lines(folder: RunFolder, trainer: str | None = None) -> Lines:
+    """Those of a run. trainer: whose steps; None: of the one that leads. Errors: RunError for one that it has not."""
+    graph, config = described(folder)
+    if trainer is None:
+        trainer = next(iter(leaders_of(graph, config)), None)
+    else:
+        check_trainer(trainer, trainers_of(graph, config))
+    lines = folder.read_metrics()
+    steps = [
+        line for line in lines
+        if "step" in line and EVAL not in line and (trainer is None or line.get("node", trainer) == trainer)
+    ]  # fmt: skip
+    return Lines(steps, [line for line in lines if EVAL in line])
+
+
+def series(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
+    """(step, figure) of the lines that have this figure, ascending."""
+    found: dict[float, float] = {}
+    for line in lines:
+        step, value = line.get("step"), line.get(name)
+        if _is_number(step) and _is_number(value):
+            found[float(step)] = float(value)  # type: ignore[arg-type]
+    return sorted(found.items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+def table_of(lines: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Lines of JSON as a table, a column for each name: numbers, booleans and text as they are, all else as JSON."""
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    return pa.table({name: _column([line.get(name) for line in lines]) for name in names})
+
+
+def _column(values: Sequence[Any]) -> pa.Array:
+    known = [value for value in values if value is not None]
+    if all(isinstance(value, bool) for value in known):
+        return pa.array(values, pa.bool_())
+    if all(isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63 for value in known):
+        return pa.array(values, pa.int64())
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
+    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pa.array(texts, pa.string())
+
+
+def fault_lines(folder: RunFolder) -> list[dict[str, Any]]:
+    """The lines of faults.jsonl: ends of workers that the run did not ask for."""
+    return read_faults(folder.path, folder.extras.tell)
