@@ -116,6 +116,20 @@ class Steps(Call[list[MadeStep]]):
 
 
 @dataclass(frozen=True)
+class StepTimes(Call[Sequence[tuple[int, float]]]):
+    """As `BaseLedger.step_times`."""
+
+    node: str
+    after: int
+
+    doing = "list when steps of '{node}' were made"
+
+    def run(self, db: sqlite3.Connection, now: float) -> Sequence[tuple[int, float]]:
+        """Do it."""
+        return reads.step_times(db, self.node, self.after)
+
+
+@dataclass(frozen=True)
 class DropsAt(Call[dict[int, str]]):
     """As `BaseLedger.drops_at`."""
 
@@ -250,6 +264,6 @@ class LeastReturn(Call[int | None]):
 
 
 AnyRead: TypeAlias = (
-    ReadFacts | ReplayPlan | NextGroupId | LastStep | Steps | DropsAt | LastRound | IsJudged | Sources | ListFates
-    | Check | ListInFlight | Count | ListPlaces | LeastReturn
+    ReadFacts | ReplayPlan | NextGroupId | LastStep | Steps | StepTimes | DropsAt | LastRound | IsJudged | Sources
+    | ListFates | Check | ListInFlight | Count | ListPlaces | LeastReturn
 )  # fmt: skip
