@@ -86,9 +86,7 @@ class Rollouts:
                 found += self._matching(path, step, wanted)
             except (OSError, RunError, pa.ArrowException, ValueError, KeyError) as error:
                 problems.append(f"step {step}: {error}")
-        found.sort(key=lambda row: _key(row.get(wanted.sort)), reverse=wanted.down)
-        known = [row for row in found if row.get(wanted.sort) is not None]
-        found = known + [row for row in found if row.get(wanted.sort) is None]
+        found = in_order(found, wanted.sort, wanted.down)
         begin = wanted.page * ROWS
         older = [step for step, _ in ahead[len(looked) :]]
         return {
@@ -183,11 +181,14 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
     return list(found)
 
 
-def _key(value: Any) -> tuple[int, float, str]:
-    """Numbers before texts."""
-    if isinstance(value, bool | int | float):
-        return 0, float(value), ""
-    return 1, 0.0, str(value)
+def in_order(rows: list[dict[str, Any]], name: str, down: bool) -> list[dict[str, Any]]:
+    """Rows by one of their values: whichever way, those with a number first, those with none at all last."""
+    values = [row.get(name) for row in rows]
+    numbers = [row for row, value in zip(rows, values, strict=True) if isinstance(value, bool | int | float)]
+    texts = [row for row, value in zip(rows, values, strict=True) if isinstance(value, str)]
+    for some in (numbers, texts):
+        some.sort(key=lambda row: row[name], reverse=down)
+    return [*numbers, *texts, *(row for row, value in zip(rows, values, strict=True) if value is None)]
 
 
 def matching_columns(row: Mapping[str, Any], tokens: int) -> list[str]:

@@ -84,7 +84,8 @@ class Metrics:
         """Numbers that are no series, since there are too many."""
 
     def look(self, budget_s: float = LOOK_S) -> float:
-        """Take in what was added, for at most so long; which share of metrics.jsonl is read."""
+        """Take in what was added, for at most so long; which share of metrics.jsonl is read: 1 when there is no
+        more, though its last line may be half written."""
         size = self._folder.metrics.stat().st_size if self._folder.metrics.is_file() else 0
         if size < self._read:  # another run's file stands there now
             self.__init__(self._folder, self._most)  # type: ignore[misc]
@@ -93,10 +94,9 @@ class Metrics:
             self._read = place
             self.take(line)
             if time.monotonic() > deadline:
-                break
-        else:
-            self._look_at_activity()
-        return min(1.0, self._read / size) if size else 1.0
+                return min(1.0, self._read / size)
+        self._look_at_activity()
+        return 1.0
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Take in a line of metrics.jsonl."""

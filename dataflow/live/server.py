@@ -85,6 +85,12 @@ class Server:
         async with self._server:
             await self._server.serve_forever()
 
+    async def close(self) -> None:
+        """Listen no more."""
+        if self._server is not None:
+            self._server.close()
+        self._pool.shutdown(wait=False)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
         try:
