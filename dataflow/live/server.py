@@ -65,7 +65,8 @@ class Server:
         does, DataflowError where that cannot be read."""
         self._answer, self._token, self._bounds = answer, token, bounds or Bounds()
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
-        self._open = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        """One for each client."""
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -86,15 +87,20 @@ class Server:
             await self._server.serve_forever()
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Listen no more, and let go who is being answered."""
         if self._server is not None:
             self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._pool.shutdown(wait=False)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         try:
-            if self._open > self._bounds.connections:
+            if len(self._tasks) > self._bounds.connections:
                 await self._write(writer, sentence(503, "too many pages are open; close some"), head_only=False)
             else:
                 await self._exchange(reader, writer)
@@ -103,7 +109,7 @@ class Server:
         except Exception:
             log.exception("a request failed")
         finally:
-            self._open -= 1
+            self._tasks.discard(task)
             if writer.transport.get_write_buffer_size():
                 writer.transport.abort()
             writer.close()
