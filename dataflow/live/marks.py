@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.folder.faults import in_words, read_faults
+from dataflow.folder.faults import FILE, in_words
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import read_swaps
 from dataflow.history.describe import described
+from dataflow.system.optional_files import stream_lines
 
 MOST = 500
 """Of each kind that are told, the last ones."""
+MOST_BYTES = 4 << 20
+"""Of faults.jsonl, its end."""
 MOST_STEPS = 200_000
 """Whose times are kept."""
 LOOK_S = 2.0
@@ -34,7 +37,9 @@ class Marks:
         if time.monotonic() >= self._next:
             began = time.monotonic()
             self._look_at_times()
-            lines = read_faults(self.folder.path)[-MOST:]
+            path = self.folder.path / FILE
+            start = max(0, path.stat().st_size - MOST_BYTES) if path.is_file() else 0
+            lines = [line for _, line in stream_lines(path, start)][-MOST:]
             self._found = {
                 "faults": [{"step": self._step_at(line.get("at")), **_fault(line)} for line in lines],
                 "swaps": [{"step": swap.step, "text": str(swap)} for swap in read_swaps(self.folder)[-MOST:]],
