@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.browser import Browser, browser, program
+from chromium import Browser, browser, program
 
 from dataflow.folder.run_folder import RunFolder
 
@@ -30,6 +30,16 @@ def page(folder: RunFolder, serve: Callable[..., Any], tmp_path: Path) -> Iterat
         assert all(url.startswith(f"http://127.0.0.1:{served.port}/t0ken-of-a-test/") for url in made.called)
 
 
+def enter(page: Browser, name: str, value: str) -> None:
+    page.ask(
+        f"(e => {{ e.value = '{value}'; e.dispatchEvent(new Event('change')) }})(document.getElementById('{name}'))"
+    )
+
+
+def click(page: Browser, which: str, text: str) -> None:
+    page.ask(f"[...document.querySelectorAll('{which}')].find(e => e.textContent.startsWith('{text}')).click()")
+
+
 def test_the_graph_the_series_and_the_rollouts_are_there(page: Browser) -> None:
     assert page.ask("document.querySelectorAll('#stage .node').length") == 4
     assert page.ask("document.querySelectorAll('#nodes tbody tr').length") == 4
@@ -47,7 +57,7 @@ def test_the_graph_the_series_and_the_rollouts_are_there(page: Browser) -> None:
         "(e => { e.value = 'staleness_max'; e.dispatchEvent(new Event('change')) })(document.getElementById('find'))"
     )
     page.wait("[...document.querySelectorAll('.chart .name')].some(e => e.textContent == 'staleness_max')")
-    page.ask("(e => { e.value = '1'; e.dispatchEvent(new Event('change')) })(document.getElementById('beside'))")
+    enter(page, "beside", "1")
     page.wait("document.querySelectorAll('.chart path.b').length > 2")
 
 
@@ -75,7 +85,7 @@ def test_a_search_and_an_order_change_the_table(page: Browser) -> None:
         "document.getElementById('search').value = 'answer 3'; document.getElementById('question').requestSubmit()"
     )
     page.wait("document.querySelectorAll('#rows tbody tr').length == 6")
-    page.ask("[...document.querySelectorAll('#rows th button')].find(e => e.textContent == 'reward').click()")
+    click(page, "#rows th button", "reward")
     page.wait("document.querySelector('#rows th[aria-sort=descending]')?.textContent == 'reward ↓'")
     assert page.ask("document.querySelectorAll('#rows tbody tr')[0].textContent").count("answer 3 5") == 1
 
