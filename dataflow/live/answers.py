@@ -175,7 +175,7 @@ def _series(run: Run, question: Question) -> dict[str, Any]:
     run.metrics.look()
     most = min(MOST_POINTS, max(10, question.whole("points", POINTS)))
     begin, end = question.number("from", -math.inf), question.number("to", math.inf)
-    found = {}
+    found: dict[str, dict[str, Any] | None] = {}
     for key in question.texts("key")[:MOST_KEYS]:
         try:
             found[key] = run.metrics.points(key, most, begin, end)

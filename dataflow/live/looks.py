@@ -96,8 +96,8 @@ def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]]
     """Of lines of activity.jsonl: by node what it did in the last part of a run, and in how many seconds.
 
     A node's seconds count from its start, those of the run from its first step."""
-    first: dict[str, Mapping[str, Any]] = {}
-    last: dict[str, Mapping[str, Any]] = {}
+    first: dict[str, dict[str, Any]] = {}
+    last: dict[str, dict[str, Any]] = {}
     passed = 0.0
     for line in lines:
         seconds, nodes = line.get("seconds"), line.get("nodes")

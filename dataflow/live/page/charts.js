@@ -1,7 +1,7 @@
 // Series over steps: one small chart each, with marks, two runs at a time, and a cursor that all charts share.
 import {add, ask, plain, say, short} from './text.js';
 
-const SVG = 'http://www.w3.org/2000/svg', HEIGHT = 150, LEFT = 8, RIGHT = 8, TOP = 8, BOTTOM = 20;
+const SVG = 'http://www.w3.org/2000/svg', HEIGHT = 150, LEFT = 48, RIGHT = 6, TOP = 8, BOTTOM = 20;
 const home = document.getElementById('charts'), readout = document.getElementById('readout');
 const charts = new Map();
 let names = [], cursor = null, added = new Set(), removed = new Set(), labels = ['', ''];
@@ -105,8 +105,8 @@ class Chart {
         shape('circle', {class: `dot ${name}`, cx: this.place(step).toFixed(1), cy: y(found.values[at]).toFixed(1), r: 2.6}));
     });
     const label = (x, at, anchor, text) => shape('text', {class: 'axis', x, y: at, 'text-anchor': anchor}, text);
-    label(LEFT, y(high) + 11, 'start', short(+high.toPrecision(3)));
-    label(LEFT, y(low) - 3, 'start', short(+low.toPrecision(3)));
+    label(LEFT - 6, y(high) + 4, 'end', short(+high.toPrecision(3)));
+    label(LEFT - 6, y(low) + 2, 'end', short(+low.toPrecision(3)));
     label(LEFT, HEIGHT - 5, 'start', `step ${short(this.from)}`);
     label(this.width - RIGHT, HEIGHT - 5, 'end', short(this.to));
     this.line = shape('path', {class: 'cursor', d: ''});

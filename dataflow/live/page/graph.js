@@ -40,11 +40,11 @@ export function drawGraph(found) {
     const node = graph.nodes[+element.dataset.node], box = element.querySelector('.box');
     if (!node || !box) continue;
     const [x, y, width, height] = ['x', 'y', 'width', 'height'].map(name => +box.getAttribute(name));
-    const left = x + 8, room = width - 16, top = y + height - 7;
-    shape('rect', {class: 'bar-whole', x: left, y: top, width: room, height: 4, rx: 1}, element);
+    const left = x + 8, room = width - 16, top = y + height - 5.5;
+    shape('rect', {class: 'bar-whole', x: left, y: top, width: room, height: 3.5, rx: 1}, element);
     const bars = {};
-    for (const kind of KINDS) bars[kind] = shape('rect', {class: `bar-${kind}`, x: left, y: top, width: 0, height: 4}, element);
-    const text = shape('text', {class: 'now', x: x + 4, y: y + height + 10}, element);
+    for (const kind of KINDS) bars[kind] = shape('rect', {class: `bar-${kind}`, x: left, y: top, width: 0, height: 3.5}, element);
+    const text = shape('text', {class: 'now', x: x + 4, y: y + height + 8.5}, element);
     parts.set(node.name, {element, bars, text, left, room, title: element.querySelector('title')});
     element.setAttribute('tabindex', '0');
     element.setAttribute('role', 'button');
@@ -108,7 +108,7 @@ function showPicked() {
 function word(node) {
   const rate = node.rows_out_s || node.rows_in_s;
   const per = node.tokens_s ? `${short(node.tokens_s)} tokens/s` : rate ? `${short(rate)} rows/s` : '';
-  return [node.ill.length ? 'trouble' : node.state, per].filter(Boolean).join(' · ');
+  return [node.ill.length ? 'trouble' : node.state === 'over' ? '' : node.state, per].filter(Boolean).join(' · ');
 }
 
 function meter(cell, shares) {
@@ -139,11 +139,11 @@ const NODE_HEADS = [
   {text: 'waiting', number: true}, {text: 'rows/s out', number: true}, {text: 'replicas', number: true}, {text: 'memory', number: true},
 ];
 const EDGE_HEADS = [
-  {text: 'edge'}, {text: 'rows of'}, {text: 'rows/s', number: true}, {text: 'rows in flight, of credit', draw: credit}, {text: 'bytes'},
+  {text: 'edge'}, {text: 'rows of'}, {text: 'rows/s', number: true}, {text: 'in flight, of credit', draw: credit},
 ];
 const WEIGHT_HEADS = [
-  {text: 'edge'}, {text: 'made', number: true}, {text: 'reader has', number: true}, {text: 'behind', number: true},
-  {text: 'staleness mean, max'}, {text: 'bound', number: true}, {text: 'last exchange'}, {text: 'sent, last step'},
+  {text: 'edge'}, {text: 'version made', number: true}, {text: 'reader has', number: true}, {text: 'behind', number: true},
+  {text: 'staleness of the last step: mean, most'}, {text: 'bound', number: true}, {text: 'last exchange'}, {text: 'bytes of it'},
 ];
 
 export function showNow(found) {
@@ -164,7 +164,7 @@ export function showNow(found) {
   more.hidden = all || sorted.length <= FEW;
   say(more, `the ${FEW} busiest are shown; show all ${sorted.length}`);
   fill(document.getElementById('edges'), EDGE_HEADS, found.edges.slice(0, all ? 4000 : FEW).map(edge => [
-    `${edge.from} → ${edge.to}`, edge.source, edge.rows_s === null ? NOT : short(edge.rows_s), edge, NOT,
+    `${edge.from} → ${edge.to}`, edge.source, edge.rows_s === null ? NOT : short(edge.rows_s), edge,
   ]));
   fill(document.getElementById('weights'), WEIGHT_HEADS, found.weights.map(weightRow));
   if (picked) showPicked();

@@ -4,6 +4,7 @@ import {add, ask, plain, put, say, short} from './text.js';
 const $ = id => document.getElementById(id);
 const dialog = $('rollout'), body = $('rollout-body');
 const LEADING = ['step', 'group_id', 'rollout_id', 'prompt', 'completion', 'length', 'staleness', 'finish_reason'];
+const IDS = new Set(['step', 'group_id', 'rollout_id']);
 let run = 0, order = {sort: 'step', order: 'down'}, page = 0, older = null, asked = {};
 
 export function useRun(number) {
@@ -60,10 +61,10 @@ function rows(found) {
     line.className = 'row';
     names.forEach((name, at) => {
       const cell = line.insertCell(), value = row[name];
-      if (typeof value === 'number') cell.className = 'n';
+      if (typeof value === 'number') { cell.className = 'n'; head.cells[at].className = 'n'; }
       if (name === 'prompt' || name === 'completion' || name === 'error') cell.className = name === 'error' ? 'wide bad' : 'wide';
       if (name === 'rollout_id') { const link = add(cell, 'a', value); link.href = fragment(row); link.setAttribute('aria-label', `open rollout ${value}`); }
-      else put(add(cell, 'span', undefined, 'said'), typeof value === 'number' ? short(value) : value ?? '–');
+      else put(add(cell, 'span', undefined, 'said'), typeof value === 'number' && !IDS.has(name) ? short(value) : value ?? '–');
     });
     line.addEventListener('click', e => { if (!e.target.closest('a') && !String(getSelection())) location.hash = fragment(row); });
   }

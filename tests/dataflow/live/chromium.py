@@ -14,6 +14,9 @@ from typing import Any
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
+KEYS = {"Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+"""Numbers that a browser's own uses of keys go by."""
+
 
 def program() -> str | None:
     """A Chromium of this machine."""
@@ -96,7 +99,7 @@ class Browser:
     def press(self, key: str) -> None:
         """A key, down and up."""
         for kind in ("keyDown", "keyUp"):
-            self.do("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+            self.do("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key])
 
     def photograph(self, path: Path, *, whole: bool = False) -> None:
         """What is seen, or all of the page."""
