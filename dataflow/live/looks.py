@@ -18,7 +18,8 @@ Ask = Callable[[RunFolder, float], Mapping[str, Any]]
 """Asks the scheduler of a run, for so many seconds; as `dataflow.scheduler.requests.ask_for_state`."""
 ANSWER_S = 1.0
 LEAST_S, LEISURE = 0.9, 20.0
-"""Between two looks; and at least so many times what the last one took, so that they take a twentieth at most."""
+"""Between two looks; and at least so many times the processor time of the last one, so that they take a twentieth of
+it at most."""
 WINDOW_S = 3.0
 """Rates and shares are those of so many last seconds."""
 SHARES = ("busy", "blocked", "idle")
@@ -41,16 +42,16 @@ class Looks:
 
     def look(self) -> dict[str, Any]:
         """The run as it is now, or was a moment ago."""
-        began = self._clock()
-        if began >= self._next:
+        if self._clock() >= self._next:
+            began = time.thread_time()
             try:
                 self._found = self._live(self._ask(self._folder, ANSWER_S))
             except DeadlineError as error:
                 self._found = {**self._from_files(), "state": "silent", "sentence": str(error)}
             except RunError as error:
                 self._found = self._from_files() | ({"why": str(error)} if "scheduler" in str(error) else {})
-            now = self._clock()
-            self._next = now + max(LEAST_S, LEISURE * (now - began))
+            took = time.thread_time() - began
+            self._next = self._clock() + (LEAST_S if len(self._past) == 1 else max(LEAST_S, LEISURE * took))
         return self._found
 
     def _live(self, told: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ MOST_BYTES = 4 << 20
 """Of faults.jsonl, its end."""
 MOST_STEPS = 200_000
 """Whose times are kept."""
-LOOK_S = 2.0
+LOOK_S, LEISURE = 2.0, 20.0
+"""Between two looks; and so many times the processor time of the last one."""
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Marks:
     def look(self, restarts: Sequence[int], rounds: Sequence[int]) -> dict[str, Any]:
         """All marks, each with its step."""
         if time.monotonic() >= self._next:
-            began = time.monotonic()
+            began = time.thread_time()
             self._look_at_times()
             path = self.folder.path / FILE
             start = max(0, path.stat().st_size - MOST_BYTES) if path.is_file() else 0
@@ -44,8 +45,7 @@ class Marks:
                 "faults": [{"step": self._step_at(line.get("at")), **_fault(line)} for line in lines],
                 "swaps": [{"step": swap.step, "text": str(swap)} for swap in read_swaps(self.folder)[-MOST:]],
             }
-            now = time.monotonic()
-            self._next = now + max(LOOK_S, 20 * (now - began))
+            self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))
         return {**self._found, "restarts": list(restarts)[-MOST:], "rounds": list(rounds)[-MOST:]}
 
     def _look_at_times(self) -> None:

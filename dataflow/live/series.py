@@ -1,5 +1,6 @@
 """The numbers of a run over its steps: read as they come, kept in columns, given as few points."""
 
+import collections
 import math
 import time
 from array import array
@@ -122,15 +123,14 @@ class Metrics:
 
     def names(self) -> list[dict[str, Any]]:
         """Of each series its key, what it is called, its last value, and whether it is among those shown first."""
-        several = {name for _, name in self._series}
-        shared = {name for name in several if sum(other == name for _, other in self._series) > 1}
+        count = collections.Counter(name for _, name in self._series)
         ranks = {name: rank for rank, name in enumerate(FIRST)}
         with_points = [key for key, series in self._series.items() if series.steps]
         keys = sorted(with_points, key=lambda key: (ranks.get(key[1], len(ranks)), key[1], key[0]))
         first = [key for key in keys if key[1] in ranks][:DOZEN]
         return [
             {
-                "key": f"{node}/{name}", "label": f"{name} · {node}" if name in shared else name,
+                "key": f"{node}/{name}", "label": f"{name} · {node}" if count[name] > 1 else name,
                 "last": self._series[node, name].values[-1],
                 "points": len(self._series[node, name].values), "missing": self._series[node, name].missing,
                 "first": (node, name) in first,
@@ -168,19 +168,20 @@ class Metrics:
         """Shares of the time at work, from what lies between two lines of activity.jsonl."""
         for place, line in self._folder.stream_activity(self._read_activity):
             self._read_activity = place
-            before, self._before = self._before, line
-            if before is not None:
-                self._between(before, line)
+            before, step = self._before, _step(line)
+            if before is None or not 0 <= _step(before) < step:
+                if before is None or _step(before) != step:
+                    self._before = line  # the first one, or of a run that was taken up at an earlier step
+                continue
+            self._before = line
+            self._between(before, line, step)
 
-    def _between(self, before: Mapping[str, Any], line: Mapping[str, Any]) -> None:
-        nodes, old = line.get("nodes"), before.get("nodes")
+    def _between(self, before: Mapping[str, Any], line: Mapping[str, Any], step: float) -> None:
+        nodes, old = line["nodes"], before["nodes"]
         passed = _number(line.get("seconds")) - _number(before.get("seconds"))
-        if not isinstance(nodes, dict) or not isinstance(old, dict) or not passed > 0:
+        if not passed > 0:
             return
-        steps = [said["step"] for said in nodes.values() if isinstance(said, dict) and "step" in said]
-        if not steps:
-            return
-        step, most = max(map(_number, steps)), -math.inf
+        most = -math.inf
         for node, said in nodes.items():
             if isinstance(said, dict) and isinstance(old.get(node), dict):
                 spent = _number(said.get("busy")) - _number(old[node].get("busy"))
@@ -209,6 +210,14 @@ def _flat(name: str, value: Any, depth: int) -> Iterable[tuple[str, float]]:
     elif isinstance(value, dict) and depth:
         for key, inner in value.items():
             yield from _flat(f"{name}.{key}", inner, depth - 1)
+
+
+def _step(line: Mapping[str, Any]) -> float:
+    """The furthest that a node has come in a line of activity.jsonl; below 0: none says so."""
+    nodes = line.get("nodes")
+    said = nodes.values() if isinstance(nodes, dict) else ()
+    steps = [_number(each["step"]) for each in said if isinstance(each, dict) and "step" in each]
+    return max((step for step in steps if math.isfinite(step)), default=-1.0)
 
 
 def _number(value: Any) -> float:
