@@ -138,9 +138,9 @@ export const restart = (first, second) => {
 // The names of a run's series: charts for those that come first, and all of them to choose from.
 export function offer(found) {
   names = found.series;
-  for (const each of names)
-    if ((each.first || added.has(each.key)) && !charts.has(each.key) && !removed.has(each.key))
-      charts.set(each.key, new Chart(each.key, each.label));
+  const fresh = names.filter(each => (each.first || added.has(each.key)) && !charts.has(each.key) && !removed.has(each.key));
+  for (const each of fresh) charts.set(each.key, new Chart(each.key, each.label));
+  if (fresh.length) for (const each of names) if (charts.has(each.key)) home.append(charts.get(each.key).box);
   const list = document.getElementById('all-series');
   const told = names.map(each => each.label).join('\u0000');
   if (list.dataset.told !== told) {

@@ -2,7 +2,7 @@
 import {add, ask, fill, plain, say, seconds, short} from './text.js';
 import {drawGraph, showNow} from './graph.js';
 import {load, offer, onChosen, restart} from './charts.js';
-import {open, shut, useRun} from './rollouts.js';
+import {open, sawStep, shut, useRun} from './rollouts.js';
 
 const $ = id => document.getElementById(id);
 const EVERY_MS = 1000, SERIES_MS = 2000, SLOW_MS = 5000;
@@ -36,6 +36,7 @@ function header(now) {
   const reading = $('reading');
   reading.hidden = now.read >= 1;
   say(reading, `reading the run's metrics: ${Math.round(now.read * 100)}%`);
+  sawStep(last);
   $('trace').hidden = !now.has_trace;
   $('no-trace').hidden = now.has_trace;
 }

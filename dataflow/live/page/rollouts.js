@@ -5,7 +5,7 @@ const $ = id => document.getElementById(id);
 const dialog = $('rollout'), body = $('rollout-body');
 const LEADING = ['step', 'group_id', 'rollout_id', 'prompt', 'completion', 'length', 'staleness', 'finish_reason'];
 const IDS = new Set(['step', 'group_id', 'rollout_id']);
-let run = 0, order = {sort: 'step', order: 'down'}, page = 0, older = null, asked = {};
+let run = 0, order = {sort: 'step', order: 'down'}, page = 0, older = null, newest = 0, asked = {};
 
 export function useRun(number) {
   run = number; page = 0; older = null;
@@ -13,12 +13,23 @@ export function useRun(number) {
   return show();
 }
 
+// There are steps up to this one: an empty table is filled, another is left as it is, and offers to go on.
+export function sawStep(step) {
+  if (!step || asked.kind !== 'step') return;
+  if (newest === null) { newest = step; show(); return; }
+  $('newer').hidden = step <= newest;
+  say($('newer'), `show up to step ${short(step)}`);
+}
+$('newer').onclick = () => { page = 0; $('upto').value = ''; show(); };
+
 async function show() {
+  $('newer').hidden = true;
   asked = {run, kind: $('kind').value, node: $('owner').value, search: $('search').value, upto: $('upto').value.trim(), page, ...order};
   say($('looked'), 'looking ...');
   let found;
   try { found = await ask('rollouts', asked); } catch (error) { say($('looked'), error.message); return; }
   older = found.older;
+  newest = found.newest;
   const owners = found.nodes;
   $('owner-choice').hidden = owners.length < 2;
   if ($('owner').dataset.told !== owners.join('\u0000')) {
