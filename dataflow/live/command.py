@@ -48,9 +48,10 @@ def step_back() -> None:
 async def _serve(server: Server, port: int, folders: Sequence[RunFolder]) -> None:
     try:
         await server.start(port)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
         raise RunError(
-            f"port {port} of this machine cannot be had: {error.strerror or error}; name another with --port, or none"
+            f"port {port} of this machine cannot be had: {why}; name another with --port, or none"
         ) from error
     names = ", ".join(folder.path.name for folder in folders)
     print(f"{names}, read-only, for browsers on this machine until Ctrl-C:\n{server.url}", flush=True)
