@@ -133,6 +133,8 @@ export const restart = (first, second) => {
   for (const chart of charts.values()) chart.box.remove();
   charts.clear(); cursor = null; names = []; removed = new Set();
   labels = [plain(first), plain(second ?? '')];
+  document.getElementById('keys').hidden = !labels[1];
+  for (const [at, name] of ['a', 'b'].entries()) say(document.getElementById(`key-${name}`), labels[at]);
 };
 
 // The names of a run's series: charts for those that come first, and all of them to choose from.

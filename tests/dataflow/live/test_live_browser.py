@@ -1,4 +1,4 @@
-"""The page in a browser: driven as a reader would, on a folder whose texts mean harm, and beside a run under way."""
+"""The page in a browser: driven as a reader would, on a folder whose texts mean harm."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +59,7 @@ def test_the_graph_the_series_and_the_rollouts_are_there(page: Browser) -> None:
     page.wait("[...document.querySelectorAll('.chart .name')].some(e => e.textContent == 'staleness_max')")
     enter(page, "beside", "1")
     page.wait("document.querySelectorAll('.chart path.b').length > 2")
+    assert "fakes" in page.ask("document.getElementById('key-b').textContent")
 
 
 def test_texts_that_mean_harm_are_shown_as_text(page: Browser) -> None:
