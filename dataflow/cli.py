@@ -26,9 +26,10 @@ from dataflow.history.rollout_view import find_rollout, plain_rollout, show_roll
 from dataflow.history.summary import summarize
 from dataflow.history.verify import report, verify
 from dataflow.launchers.submit import launch
+from dataflow.live.command import live as serve_page
 from dataflow.runs.commands import compare_runs, export_run, list_runs, report_run
 from dataflow.scheduler.orphans import clear
-from dataflow.scheduler.requests import ask_for_facts, ask_to_scale, ask_to_stop, ask_to_swap
+from dataflow.scheduler.requests import ask_for_facts, ask_for_state, ask_to_scale, ask_to_stop, ask_to_swap
 from dataflow.system.files import write_atomically
 
 Run = Annotated[Path, tyro.conf.Positional]
@@ -49,6 +50,7 @@ def main() -> None:
                 "resume": resume,
                 "replay": replay,
                 "doctor": doctor,
+                "live": live,
                 "calibrate": calibrate,
                 "launch": launch,
                 "list": list_runs,
@@ -230,6 +232,16 @@ def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.Fla
     """
     print(examine(run, ask_for_facts, all_stacks=stacks), end="")
     return 0
+
+
+def live(runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("runs/latest"),), port: int = 0) -> int:
+    """Show runs on a page for browsers on this machine: graph, series, rollouts, faults; read-only, until Ctrl-C.
+
+    Args:
+        runs: run folders: of runs under way or over, or copied from elsewhere.
+        port: where to listen; any that is free when left out.
+    """
+    return serve_page(runs, ask_for_state, port)
 
 
 def calibrate(

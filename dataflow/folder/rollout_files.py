@@ -89,12 +89,17 @@ def write_arrow(path: Path, rows: Rows) -> None:
     write_atomically(path, lambda file: _put_table(file, table), flush=False)
 
 
-def read_arrow(path: Path) -> pa.Table:
-    """The rows of an Arrow IPC file, checked before they are touched. Errors: RunFolderError."""
+def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
+    """The rows of an Arrow IPC file, checked before they are touched. without: columns that are passed over, unread.
+    Errors: RunFolderError."""
     try:
         with disk("reading", path):
-            content = path.read_bytes()
-        table = pa.ipc.open_file(content).read_all()
+            source = pa.OSFile(str(path)) if without else path.read_bytes()
+        reader = pa.ipc.open_file(source)
+        if without:
+            kept = [at for at, name in enumerate(reader.schema.names) if name not in without]
+            reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=kept))
+        table = reader.read_all()
         table.validate(full=True)
         return table
     except pa.ArrowException as error:

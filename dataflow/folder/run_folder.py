@@ -149,6 +149,10 @@ class RunFolder:
         """Its lines; none where it is not there. A torn one is left out."""
         return read_lines(self.activity, self.extras.tell)[0]
 
+    def stream_activity(self, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The same one by one from a byte on, as `stream_metrics`."""
+        return stream_lines(self.activity, start, self.extras.tell)
+
     def write_json(self, name: str, value: Any, *, flush: bool = True) -> bool:
         """Put `value` as strict JSON at `name` in the folder, whole or not at all; `flush`: wait for the disk.
 

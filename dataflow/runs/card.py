@@ -49,7 +49,7 @@ _SAID: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Column:
+class CardColumn:
     """One column of the data set."""
 
     name: str
@@ -58,7 +58,7 @@ class Column:
 
 
 def card(
-    folder: RunFolder, rows: Mapping[str, int], columns: Sequence[Column], *, pairs: bool, notes: Sequence[str]
+    folder: RunFolder, rows: Mapping[str, int], columns: Sequence[CardColumn], *, pairs: bool, notes: Sequence[str]
 ) -> str:
     """The text of README.md. rows: by split."""
     graph, config = described(folder)

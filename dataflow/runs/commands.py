@@ -14,7 +14,7 @@ from dataflow.runs.columns import in_columns
 from dataflow.runs.compare import draw as draw_curves
 from dataflow.runs.compare import names_of, plain, side_of, told
 from dataflow.runs.export import export
-from dataflow.runs.listing import Listed, ago, runs_in
+from dataflow.runs.listing import ListedRun, ago, runs_in
 from dataflow.runs.pairs import REWARD
 from dataflow.runs.report import write_report
 from dataflow.system.files import to_json
@@ -51,7 +51,7 @@ def list_runs(folder: Folder = Path("runs"), *, json: Flag = False) -> int:
     return 0
 
 
-def _row(run: Listed) -> tuple[str, ...]:
+def _row(run: ListedRun) -> tuple[str, ...]:
     steps = f"{run.steps}/{run.wanted}" if run.wanted is not None else str(run.steps)
     accuracy, reward = (score(value, "-") for value in (run.accuracy, run.reward))
     return run.name, run.state.word, steps, accuracy, reward, ago(run.begun), ago(run.written)

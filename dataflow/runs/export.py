@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.runs.card import Column, card
+from dataflow.runs.card import CardColumn, card
 from dataflow.runs.pairs import REWARD, SCHEMA, Pairing, columns_of
-from dataflow.runs.shards import THEN, Shards, new_folder, refuse_existing
+from dataflow.runs.shards import THEN, ExportShards, new_folder, refuse_existing
 from dataflow.runs.tables import conform, rollout_batches, rollout_schema, untrained_batches, with_added
 from dataflow.runs.which import EVALUATED, TRAINED, Part, parts_of
 from dataflow.system.files import disk
@@ -69,7 +69,9 @@ def export(folder: RunFolder, to: str, out: Path, *, pairs: bool = False, by: st
                 f"{'; ' + '; '.join(notes) if notes else ''}; look at it with dataflow list and dataflow verify"
             )
         if to == HF:
-            text = card(folder, rows, [Column(each.name, str(each.type)) for each in schema], pairs=pairs, notes=notes)
+            text = card(
+                folder, rows, [CardColumn(each.name, str(each.type)) for each in schema], pairs=pairs, notes=notes
+            )
             with disk("writing", made, THEN):
                 (made / "README.md").write_text(text, encoding="utf-8")
     return Exported(folder=out, rows=rows, notes=tuple(notes))
@@ -96,7 +98,7 @@ def _written(
     """Rows by split, without those that have none."""
     rows = {}
     for split, batches in splits.items():
-        shards = Shards(data, split, schemas[split])
+        shards = ExportShards(data, split, schemas[split])
         with contextlib.ExitStack() as stack:
             stack.callback(shards.abort)
             shards.write(batches)

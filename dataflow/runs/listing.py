@@ -23,7 +23,7 @@ TAILS = (1 << 17, 1 << 22, 1 << 26)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListedRun:
     """One run, as a line of the list says it."""
 
     name: str
@@ -57,7 +57,7 @@ class Listed:
 class Runs:
     """What lies in a folder."""
 
-    runs: tuple[Listed, ...]
+    runs: tuple[ListedRun, ...]
     """Newest first."""
     others: tuple[tuple[str, str], ...] = field(default=())
     """What is no run, and why."""
@@ -88,7 +88,7 @@ def runs_in(root: Path) -> Runs:
     return Runs(tuple(sorted(found, key=lambda run: (run.begun or 0.0, run.name), reverse=True)), tuple(others))
 
 
-def listed(path: Path) -> Listed:
+def listed(path: Path) -> ListedRun:
     """The line of one run. Errors: OSError where the folder cannot be looked into."""
     os.scandir(path).close()
     said: list[str] = []
@@ -99,7 +99,7 @@ def listed(path: Path) -> Listed:
     leaders = config.get("leading")
     leader = leaders[0] if isinstance(leaders, list) and leaders and isinstance(leaders[0], str) else None
     last = last_lines(folder.metrics, leader, said)
-    return Listed(
+    return ListedRun(
         name=path.resolve().name, folder=str(path), graph=_text(graph.get("name")), state=state_of(folder),
         steps=int(known(last.step.get("step")) or 0), wanted=_whole(config.get("steps")),
         accuracy=known(last.evaluation.get("eval_accuracy")), reward=known(last.step.get("reward_mean")),

@@ -50,7 +50,7 @@ def refuse_existing(out: Path) -> None:
         raise RunError(f"'{out}' is there already, and nothing is written over; name another place with --out")
 
 
-class Shards:
+class ExportShards:
     """The files of one split: <folder>/<split>-00000.parquet and so on.
 
     consumes: batches of one schema

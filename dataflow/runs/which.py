@@ -30,7 +30,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class CountedFiles:
     """All files of a run, and what is to be known of others."""
 
     files: tuple[Part, ...] = ()
@@ -76,7 +76,7 @@ def check_trainer(name: str, trainers: Collection[str]) -> None:
         raise RunError(f"the run has no trainer '{name}'; name one of {list(trainers)}{nearest(name, trainers)}")
 
 
-def parts_of(folder: RunFolder, *, trainer: str | None = None) -> Parts:
+def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
     """The files of rollouts that count. trainer: whose; None: those of all that lead. Errors: RunError for one that
     the run has not."""
     graph, config = described(folder)
@@ -97,7 +97,7 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> Parts:
             why = "other hosts have them, or they were removed"
             notes.append(f"rollouts of {away:,} steps of '{node}' are not in this folder: {why}")
     files += _files(folder, None, "eval", EVALUATED, evaluations[0] if len(evaluations) == 1 else "", known)
-    return Parts(files=tuple(files), notes=tuple(notes))
+    return CountedFiles(files=tuple(files), notes=tuple(notes))
 
 
 def _files(folder: RunFolder, own: str | None, kind: str, outcome: str, node: str, known: _Known) -> list[Part]:

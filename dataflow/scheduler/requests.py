@@ -44,6 +44,9 @@ class Scale:
 class TellFacts:
     """Say what you know of the run."""
 
+    stacks: bool = True
+    """Ask the workers for their stacks as well, which come later."""
+
 
 @dataclass(frozen=True)
 class StopRun:
@@ -99,18 +102,18 @@ Immediate: TypeAlias = Scale | TellFacts | StopRun
 """Those that are answered at once."""
 Request: TypeAlias = Immediate | SwapNode
 Reply: TypeAlias = Scaled | FactsTold | Stopping | Swapped | Refused
-REQUESTS: Codec[Request] = Codec("dataflow.requests", 1, Scale, TellFacts, StopRun, SwapNode)
+REQUESTS: Codec[Request] = Codec("dataflow.requests", 2, Scale, TellFacts, StopRun, SwapNode)
 REPLIES: Codec[Reply] = Codec("dataflow.replies", 1, Scaled, FactsTold, Stopping, Swapped, Refused)
 
 
 def answer(
-    request: Immediate, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[], Facts],
+    request: Immediate, scale: Callable[[Mapping[str, int]], Replicas], facts: Callable[[bool], Facts],
     stop: Callable[[], None],
 ) -> Reply:  # fmt: skip
     """What the scheduler says to somebody who is no worker."""
     match request:
         case TellFacts():
-            return FactsTold(facts())
+            return FactsTold(facts(request.stacks))
         case StopRun():
             stop()
             return Stopping()
@@ -152,6 +155,12 @@ def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
     Raises RunError when the run is over, DeadlineError when it does not answer in time.
     """
     found: Facts = _exchange(folder, TellFacts(), FactsTold, timeout_s).facts
+    return found
+
+
+def ask_for_state(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:
+    """As `ask_for_facts`, without the stacks: no worker is asked for anything, so it may be asked often."""
+    found: Facts = _exchange(folder, TellFacts(stacks=False), FactsTold, timeout_s).facts
     return found
 
 

@@ -52,9 +52,10 @@ class StallWatch:
         """Ask for a report in the run folder; may be called from a signal handler."""
         self._wish = True
 
-    def answer(self) -> dict[str, Any]:
-        """What is known now, in plain values, for somebody who asks; the workers are asked for their stacks."""
-        self._ask_for_stacks()
+    def answer(self, stacks: bool = True) -> dict[str, Any]:
+        """What is known now, in plain values, for somebody who asks. stacks: ask the workers for theirs."""
+        if stacks:
+            self._ask_for_stacks()
         return self._said()
 
     def look(self) -> list[str]:

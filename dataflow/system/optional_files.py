@@ -16,6 +16,8 @@ Tell: TypeAlias = Callable[[str], object]
 """Takes a sentence for the user or the log."""
 
 Kind: TypeAlias = type | tuple[type, ...]
+_LONGEST = 16 << 20
+"""Bytes of a line."""
 warn: Tell = logging.getLogger(__name__).warning
 
 
@@ -103,11 +105,13 @@ def read_lines(path: Path, tell: Tell = warn) -> tuple[list[dict[str, Any]], int
 
 
 def stream_lines(path: Path, start: int, tell: Tell = warn) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON maps in a file of one a line, from a byte on: each with the byte where the next begins; no torn one."""
+    """The JSON maps in a file of one a line, from a byte on: each with the byte where the next begins; no torn one.
+
+    It ends before a line that is longer than any that a run writes."""
     try:
         with path.open("rb") as stream:
             stream.seek(start)
-            for text in stream:
+            for text in iter(lambda: stream.readline(_LONGEST), b""):
                 if not text.endswith(b"\n"):
                     return
                 start += len(text)

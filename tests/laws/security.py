@@ -1,6 +1,6 @@
 """The laws of who may speak to a run, and of what bytes may become."""
 
-from .changes import argument, assigned, both, condition, imports, lacking, never, returned, without
+from .changes import always, argument, assigned, both, condition, imports, lacking, never, returned, without
 from .law import Law
 
 PAIR = 'b"Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID", b"D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"'
@@ -97,5 +97,26 @@ SECURITY = (
         "dataflow.runs.texts:visible",
         argument("map", 0, "str"),
         "the signs that act",
+    ),
+    Law(
+        "without its token the live page is nothing",
+        "test_without_the_whole_token_there_is_nothing",
+        "dataflow.live:admit",
+        never("compare_digest"),
+        "the comparison",
+    ),
+    Law(
+        "the live page answers no other site",
+        "test_another_site_is_refused_though_it_has_the_token",
+        "dataflow.live:admit",
+        never("_is_from_elsewhere"),
+        "the look at who asks",
+    ),
+    Law(
+        "of a drawing from anybody only shapes are left",
+        "test_of_a_drawing_from_anybody_only_shapes_and_texts_are_left",
+        "dataflow.live:_shape",
+        always("TAGS"),
+        "the choice of elements",
     ),
 )

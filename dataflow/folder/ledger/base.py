@@ -142,6 +142,10 @@ class BaseLedger(ABC):
         """The committed steps of `node` above `after` and not above `upto`, with what each consumed, ascending."""
         return self.do(questions.ListSteps(node, after, upto))
 
+    def step_times(self, node: str, after: int = 0) -> list[tuple[int, float]]:
+        """The committed steps of `node` above `after`, and when each was, in seconds since 1970; ascending."""
+        return [(int(step), float(at)) for step, at in self.do(questions.StepTimes(node, after))]
+
     def drops_at(self, node: str, step: int) -> dict[int, str]:
         """Groups that `node` gave up for a step, and why; drops of the next one may be known before it is made."""
         return self.do(questions.DropsAt(node, step))

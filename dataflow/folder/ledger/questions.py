@@ -116,6 +116,20 @@ class ListSteps(LedgerCall[list[MadeStep]]):
 
 
 @dataclass(frozen=True)
+class StepTimes(LedgerCall[Sequence[tuple[int, float]]]):
+    """As `BaseLedger.step_times`."""
+
+    node: str
+    after: int
+
+    doing = "list when steps of '{node}' were made"
+
+    def run(self, db: sqlite3.Connection, now: float) -> Sequence[tuple[int, float]]:
+        """Do it."""
+        return reads.step_times(db, self.node, self.after)
+
+
+@dataclass(frozen=True)
 class DropsAt(LedgerCall[dict[int, str]]):
     """As `BaseLedger.drops_at`."""
 
@@ -250,6 +264,6 @@ class LeastReturn(LedgerCall[int | None]):
 
 
 AnyRead: TypeAlias = (
-    ReadFacts | ReplayPlan | NextGroupId | LastStep | ListSteps | DropsAt | LastRound | IsJudged | Sources | ListFates
-    | IntegrityCheck | ListInFlight | Count | ListPlaces | LeastReturn
+    ReadFacts | ReplayPlan | NextGroupId | LastStep | ListSteps | StepTimes | DropsAt | LastRound | IsJudged | Sources
+    | ListFates | IntegrityCheck | ListInFlight | Count | ListPlaces | LeastReturn
 )  # fmt: skip

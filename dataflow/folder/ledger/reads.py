@@ -172,6 +172,12 @@ def steps(db: sqlite3.Connection, node: str, after: int, upto: int | None) -> li
     ]
 
 
+def step_times(db: sqlite3.Connection, node: str, after: int) -> list[tuple[int, float]]:
+    """The steps of `node` above `after`, and when each was committed, in seconds since 1970; ascending."""
+    query = "SELECT step, at FROM steps WHERE node = ? AND step > ? ORDER BY step"
+    return [(int(step), float(at)) for step, at in db.execute(query, (node, after))]
+
+
 def drops_at(db: sqlite3.Connection, node: str, step: int) -> dict[int, str]:
     """Groups that `node` gave up for a step, which may be the one that it has not committed yet."""
     return dict(

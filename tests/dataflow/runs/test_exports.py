@@ -39,7 +39,7 @@ def test_large_runs_go_out_in_bounded_pieces(made: Path, tmp_path: Path, monkeyp
     write = pq.ParquetWriter.write_table
     monkeypatch.setattr(pq.ParquetWriter, "write_table",
                         lambda self, table: (held.append(table.nbytes), write(self, table))[1])  # fmt: skip
-    shard = shards.Shards(tmp_path / "small", "trained", Run(made).rollouts().schema, shard_bytes=20_000)
+    shard = shards.ExportShards(tmp_path / "small", "trained", Run(made).rollouts().schema, shard_bytes=20_000)
     shard.write(Run(made).rollout_batches())
     shard.close()
     assert max(held) < 10_000 < sum(held)
@@ -147,8 +147,8 @@ def test_a_kill_leaves_no_half_written_dataset(made: Path, tmp_path: Path) -> No
     program = (
         "import sys, time; from pathlib import Path; from dataflow.runs import shards, export;"
         "from dataflow.folder.run_folder import RunFolder; shards.GROUP_BYTES = 1000;"
-        "flush = shards.Shards._flush;"
-        "shards.Shards._flush = lambda self: (flush(self), print(flush=True), time.sleep(0.02))[0];"
+        "flush = shards.ExportShards._flush;"
+        "shards.ExportShards._flush = lambda self: (flush(self), print(flush=True), time.sleep(0.02))[0];"
         "export.export(RunFolder.open(sys.argv[1]), 'hf', Path(sys.argv[2]))"
     )
     for after in (1, 4, 9):

@@ -35,12 +35,16 @@ def replied(request: Request, stopped: list[bool] | None = None) -> Reply:
             raise GraphError("no such node")
         return {node: {"live": count} for node, count in wishes.items()}
 
-    return answer(request, scale, lambda: {"step": 7}, lambda: ([] if stopped is None else stopped).append(True))
+    def facts(stacks: bool) -> dict[str, Any]:
+        return {"step": 7, "stacks": stacks}
+
+    return answer(request, scale, facts, lambda: ([] if stopped is None else stopped).append(True))
 
 
 def test_a_wish_is_passed_on_and_facts_are_told() -> None:
     assert replied(Scale({"generator": 2})) == Scaled({"generator": {"live": 2}})
-    assert replied(TellFacts()) == FactsTold({"step": 7})
+    assert replied(TellFacts()) == FactsTold({"step": 7, "stacks": True})
+    assert replied(TellFacts(stacks=False)) == FactsTold({"step": 7, "stacks": False})
 
 
 def test_who_asks_a_run_to_stop_is_told_that_it_will() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "operators/engine/vllm"))
 
-from wire import Connection
+from wire import ServerStream
 
 VOCABULARY = 31
 
@@ -34,7 +34,7 @@ def first_number(weights):
 
 def main():
     rules = json.loads(os.environ.get("RULES", "{}"))
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    connection = ServerStream(socket.socket(fileno=int(sys.argv[1])))
     opened = connection.receive(60)
     first = first_number(opened["weights"])
     number, version, steps, live = 1.0, 0, 0, {}

@@ -1,0 +1,234 @@
+"""What stands at which address below the page's token."""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qs
+
+import pyarrow as pa
+
+from dataflow.draw import theme
+from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.describe import described
+from dataflow.history.rollout_view import vocabulary_of
+from dataflow.live import one_rollout, picture
+from dataflow.live.looks import Ask, Looks
+from dataflow.live.marks import Marks
+from dataflow.live.rollouts import RolloutFilter, Rollouts
+from dataflow.live.series import Metrics
+from dataflow.live.server import Response, sentence
+from dataflow.system.files import to_json
+
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+MOST_RUNS = 16
+MOST_POINTS, POINTS = 4_000, 600
+MOST_KEYS = 40
+PATIENCE_S = 10.0
+"""For another question about the same run."""
+TRACE_NAME = "trace.json"
+
+
+class WatchedRun:
+    """What is known of one run folder, for all who ask; each question is bounded, and one is answered at a time."""
+
+    def __init__(self, folder: RunFolder, ask: Ask) -> None:
+        self.folder, self.lock = folder, threading.Lock()
+        self.looks, self.metrics = Looks(folder, ask), Metrics(folder)
+        self.marks, self.rollouts = Marks(folder), Rollouts(folder)
+        self._graph: tuple[Any, dict[str, Any]] | None = None
+        self._table: tuple[tuple[str, int], pa.Table] | None = None
+        self._vocabulary: tuple[Mapping[int, str] | None] | None = None
+
+    @property
+    def graph(self) -> dict[str, Any]:
+        """Nodes, edges, where they run, and the drawing."""
+        file = self.folder.graph_svg
+        stamp = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
+        if self._graph is None or self._graph[0] != stamp:
+            graph, config = described(self.folder)
+            shape = picture.read_picture(self.folder)
+            if shape is not None:
+                picture.name_edges(shape, graph)
+            self._graph = stamp, _plain_graph(graph, config) | {"picture": shape}
+        return self._graph[1]
+
+    def table(self, kind: str, node: str, step: int) -> pa.Table:
+        """A file of rollouts; the last one is kept."""
+        path = self.rollouts.file(kind, node, step)
+        key = (str(path), path.stat().st_mtime_ns)
+        if self._table is None or self._table[0] != key:
+            self._table = key, read_arrow(path)
+        return self._table[1]
+
+    @property
+    def vocabulary(self) -> Mapping[int, str] | None:
+        """Texts of token ids, where a checkpoint has its tokenizer."""
+        if self._vocabulary is None or self._vocabulary[0] is None:
+            try:
+                self._vocabulary = (vocabulary_of(self.folder),)
+            except Exception:  # of the tokenizers package, which knows no narrower one
+                self._vocabulary = ({},)
+        return self._vocabulary[0] or None
+
+
+class PageAnswers:
+    """Of all runs of a page; called in threads."""
+
+    def __init__(self, folders: Sequence[RunFolder], ask: Ask) -> None:
+        self._runs = [WatchedRun(folder, ask) for folder in folders]
+        self._asked: Mapping[str, Callable[[WatchedRun, PageQuery], Any]] = {
+            "graph": lambda run, question: run.graph,
+            "now": _now,
+            "names": _names,
+            "series": _series,
+            "marks": lambda run, question: run.marks.look(run.metrics.restarts, run.metrics.rounds),
+            "rollouts": _rollouts,
+            "rollout": lambda run, question: one_rollout.one(_table(run, question), question.whole("row")),
+            "text": lambda run, question: one_rollout.text_of(
+                _table(run, question), question.whole("row"), question.text("field"), question.whole("from", 0)
+            ),
+            "tokens": lambda run, question: one_rollout.tokens_of(
+                _table(run, question), question.whole("row"), question.whole("from", 0), question.text("colour"),
+                run.vocabulary,
+            ),
+        }  # fmt: skip
+
+    def __call__(self, address: str) -> Response:
+        """What stands there. Errors: LookupError where nothing does, ValueError where the question is none."""
+        path, _, asked = address.partition("?")
+        question = PageQuery(parse_qs(asked, keep_blank_values=True, max_num_fields=100))
+        if path == "api/runs":
+            return _json([{"run": at, "name": run.folder.path.name} for at, run in enumerate(self._runs)])
+        if path == "trace":
+            run = self._run(question)
+            if not run.folder.trace.is_file():
+                raise LookupError("this run has no trace yet; it is written when the run ends")
+            return Response(body=run.folder.trace, file_name=TRACE_NAME)
+        if path.startswith("api/") and (answer := self._asked.get(path.removeprefix("api/"))) is not None:
+            run = self._run(question)
+            if not run.lock.acquire(timeout=PATIENCE_S):
+                return sentence(503, "the run's folder is slow to read; the page asks again")
+            try:
+                return _json(answer(run, question))
+            finally:
+                run.lock.release()
+        return _file(path or "index.html")
+
+    def _run(self, question: "PageQuery") -> WatchedRun:
+        number = question.whole("run", 0)
+        if not 0 <= number < len(self._runs):
+            raise LookupError(f"this page shows {len(self._runs)} runs, and none with number {number}")
+        return self._runs[number]
+
+
+class PageQuery:
+    """The values after the question mark."""
+
+    def __init__(self, values: Mapping[str, Sequence[str]]) -> None:
+        self._values = values
+
+    def text(self, name: str, default: str = "") -> str:
+        """A value as it is."""
+        return self._values.get(name, [default])[0]
+
+    def texts(self, name: str) -> Sequence[str]:
+        """All values of a name."""
+        return self._values.get(name, ())
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number. Errors: ValueError."""
+        text = self.text(name)
+        if not text and default is not None:
+            return default
+        if not text.lstrip("-").isdecimal() or not text.isascii() or len(text) > 15:
+            raise ValueError(f"'{name}' is to be a whole number")
+        return int(text)
+
+    def number(self, name: str, default: float) -> float:
+        """A number. Errors: ValueError."""
+        value = float(self.text(name) or default)
+        return default if math.isnan(value) else value
+
+
+def _now(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
+    read = run.metrics.look()
+    newest = {
+        node: {key: line.get(key) for key in ("step", "staleness_mean", "staleness_max", "seconds_publish")}
+        | {"weights_sent": line.get("weights_sent")}
+        for node, line in run.metrics.newest.items()
+    }  # fmt: skip
+    return run.looks.look() | {
+        "read": round(read, 3), "changes": run.metrics.changes, "newest": newest,
+        "has_trace": run.folder.trace.is_file(),
+    }  # fmt: skip
+
+
+def _names(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
+    read = run.metrics.look()
+    return {"series": run.metrics.names(), "left_out": run.metrics.left_out, "read": round(read, 3)}
+
+
+def _series(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
+    run.metrics.look()
+    most = min(MOST_POINTS, max(10, question.whole("points", POINTS)))
+    begin, end = question.number("from", -math.inf), question.number("to", math.inf)
+    found: dict[str, dict[str, Any] | None] = {}
+    for key in question.texts("key")[:MOST_KEYS]:
+        try:
+            found[key] = run.metrics.points(key, most, begin, end)
+        except LookupError:
+            found[key] = None
+    return {"series": found, "changes": run.metrics.changes}
+
+
+def _rollouts(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
+    upto = question.whole("upto", -1)
+    wanted = RolloutFilter(
+        kind=question.text("kind", "step"), node=question.text("node"), upto=upto if upto >= 0 else None,
+        search=question.text("search")[:200], sort=question.text("sort", "step")[:100],
+        down=question.text("order", "down") != "up", page=max(0, question.whole("page", 0)),
+    )  # fmt: skip
+    return run.rollouts.table(wanted) | {"nodes": run.rollouts.nodes()}
+
+
+def _table(run: WatchedRun, question: PageQuery) -> pa.Table:
+    return run.table(question.text("kind", "step"), question.text("node"), question.whole("step"))
+
+
+def _plain_graph(graph: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    placed, hosts = config.get("placed") or {}, config.get("hosts") or {}
+    return {
+        "name": graph.get("name"),
+        "nodes": [
+            {
+                "name": node.get("name"), "operator": node.get("operator"), "kind": node.get("kind"),
+                "knobs": node.get("knobs") or {}, "placed": placed.get(node.get("name")) or {},
+                "hosts": hosts.get(node.get("name")) or [],
+            }
+            for node in graph.get("nodes", [])
+        ],
+        "edges": [
+            {key: edge.get(key) for key in ("from", "to", "plane", "source", "max_staleness")}
+            for edge in graph.get("edges", [])
+        ],
+        "plan": [str(line) for line in config.get("plan") or []],
+    }  # fmt: skip
+
+
+def _file(name: str) -> Response:
+    """A file of the page, of those that there are."""
+    if name == "picture.css":
+        return Response(body=theme.style().encode(), kind="text/css")
+    for file in resources.files(__package__).joinpath("page").iterdir():
+        if file.name == name:
+            kind = KINDS.get(name[name.rfind(".") :])
+            if kind is not None:
+                return Response(body=file.read_bytes(), kind=kind)
+    raise LookupError("nothing stands at this address")
+
+
+def _json(value: Any) -> Response:
+    return Response(body=to_json(value).encode("utf-8", "replace"))

@@ -1,0 +1,58 @@
+"""`dataflow live RUN`: serves the page until Ctrl-C, and lets everything else on the machine go first."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+
+from dataflow.errors import GraphError, RunError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.live.answers import MOST_RUNS, PageAnswers
+from dataflow.live.looks import Ask
+from dataflow.live.server import PageServer
+
+TOKEN_BYTES = 24
+
+
+def live(runs: Sequence[Path], ask: Ask, port: int = 0) -> int:
+    """Serve the page of these runs; returns when it is interrupted.
+
+    Errors: RunFolderError where there is no such folder, RunError where the port is taken.
+    """
+    if len(runs) > MOST_RUNS:
+        raise GraphError(f"a page shows {MOST_RUNS} runs at most, but {len(runs)} were named; name fewer")
+    folders = [RunFolder.open(run) for run in runs]
+    step_back()
+    server = PageServer(PageAnswers(folders, ask), secrets.token_urlsafe(TOKEN_BYTES))
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(server, port, folders))
+    return 0
+
+
+def step_back() -> None:
+    """Let this process, and threads that it starts from now on, have what nobody else wants of processors and disks."""
+    os.nice(19)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(OSError, psutil.Error):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+
+
+async def _serve(server: PageServer, port: int, folders: Sequence[RunFolder]) -> None:
+    try:
+        await server.start(port)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"port {port} of this machine cannot be had: {why}; name another with --port, or none"
+        ) from error
+    names = ", ".join(folder.path.name for folder in folders)
+    print(f"{names}, read-only, for browsers on this machine until Ctrl-C:\n{server.url}", flush=True)
+    await server.run()

@@ -1,0 +1,29 @@
+"""Long series as few points, so that nothing that stands out is lost; pure."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from dataflow.records import AnyArray
+
+LEAST_POINTS = 4
+
+
+def decimate(xs: AnyArray, ys: AnyArray, most: int) -> tuple[AnyArray, AnyArray]:
+    """At most `most` of the points of a series, which is finite and whose xs do not fall.
+
+    The first and the last stay, and of each of as many stretches of equal count the least and the greatest, in their
+    order. most: 4 or more.
+    """
+    count = len(xs)
+    if count <= most:
+        return xs, ys
+    stretches = (most - 2) // 2
+    edges = 1 + np.arange(stretches + 1) * (count - 2) // stretches
+    kept = {0, count - 1}
+    for begin, end in pairwise(edges):
+        if begin < end:
+            kept.add(int(begin + np.argmin(ys[begin:end])))
+            kept.add(int(begin + np.argmax(ys[begin:end])))
+    chosen = np.array(sorted(kept))
+    return xs[chosen], ys[chosen]

@@ -1,0 +1,244 @@
+"""How a run stands now: what its scheduler says, or what its folder says of one that is over; in plain values."""
+
+import collections
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from dataflow.doctor.facts import Facts, Node, WorkerFacts
+from dataflow.doctor.gather import gather
+from dataflow.doctor.verdict import verdict
+from dataflow.doctor.waiting import trouble
+from dataflow.errors import DeadlineError, RunError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.describe import described
+from dataflow.history.resume import TIMES
+
+Ask = Callable[[RunFolder, float], Mapping[str, Any]]
+"""Asks the scheduler of a run, for so many seconds; as `dataflow.scheduler.requests.ask_for_state`."""
+ANSWER_S = 1.0
+LEAST_S, LEISURE = 0.9, 20.0
+"""Between two looks; and at least so many times the processor time of the last one, so that they take a twentieth of
+it at most."""
+WINDOW_S = 3.0
+"""Rates and shares are those of so many last seconds."""
+SHARES = ("busy", "blocked", "idle")
+
+
+class Looks:
+    """Looks at one run, for all who ask at once.
+
+    consumes: answers of the scheduler; times.json and activity.jsonl of a run that is over
+    produces: how each node and edge stands
+    waits for: the scheduler, a second at most
+    unblocked by: its answer, or that deadline
+    """
+
+    def __init__(self, folder: RunFolder, ask: Ask, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._ask, self._clock = folder, ask, clock
+        self._next = float("-inf")
+        self._found: dict[str, Any] = {}
+        self._past: collections.deque[tuple[float, Mapping[str, Any]]] = collections.deque()
+
+    def look(self) -> dict[str, Any]:
+        """The run as it is now, or was a moment ago."""
+        if self._clock() >= self._next:
+            began = time.thread_time()
+            try:
+                self._found = self._live(self._ask(self._folder, ANSWER_S))
+            except DeadlineError as error:
+                self._found = {**self._from_files(), "state": "silent", "sentence": str(error)}
+            except RunError as error:
+                self._found = self._from_files() | ({"why": str(error)} if "scheduler" in str(error) else {})
+            took = time.thread_time() - began
+            self._next = self._clock() + (LEAST_S if len(self._past) == 1 else max(LEAST_S, LEISURE * took))
+        return self._found
+
+    def _live(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        facts = gather(self._folder, told, during_s=0.0, wake=False)
+        self._past.append((self._clock(), _sums(told)))
+        while len(self._past) > 2 and self._past[-1][0] - self._past[1][0] >= WINDOW_S:
+            self._past.popleft()
+        (then, before), (now, sums) = self._past[0], self._past[-1]
+        spent = {node: _less(sums[node], before[node]) for node in sums if node in before} if now > then else {}
+        passed = now - then
+        nodes = [_node(node, spent.get(node.name), passed) for node in facts.nodes.values()]
+        rows = {node["name"]: (node["rows_in_s"], node["rows_out_s"]) for node in nodes}
+        return {
+            "state": "under way", "phase": facts.phase.replace("_", " "), "draining": facts.draining,
+            "sentence": verdict(facts), "step": facts.step, "steps": facts.steps, "still_s": round(facts.still_s, 1),
+            "over_s": round(passed, 1), "nodes": nodes, "edges": _edges(facts, rows), "weights": _weights(facts),
+        }  # fmt: skip
+
+    def _from_files(self) -> dict[str, Any]:
+        """Of a run that nobody leads: over, killed, or copied from elsewhere."""
+        self._past.clear()
+        times = self._folder.read_json("times.json", TIMES)
+        outcome = str(times.get("outcome", "")) or "not finished"
+        seconds = times.get("seconds")
+        graph, _ = described(self._folder)
+        done, passed = whole(line for _, line in self._folder.stream_activity(0))
+        nodes = [_ended(str(each.get("name")), done.get(str(each.get("name")), {}), passed)
+                 for each in graph.get("nodes", [])]  # fmt: skip
+        rows = {node["name"]: (node["rows_in_s"], node["rows_out_s"]) for node in nodes}
+        versions = {node["name"]: node["version"] for node in nodes}
+        kept = [(str(e["from"]), str(e["to"])) for e in graph.get("edges", []) if e.get("plane") == "weights"]
+        ended = "is over" if outcome in ("finished", "stopped", "failed") else "did not come to its end"
+        return {
+            "state": outcome, "phase": "", "draining": False, "step": None, "steps": None, "still_s": None,
+            "sentence": f"The run {ended}: {outcome}; rates and shares below are those of all of it."
+            if passed else f"The run {ended}: {outcome}.",
+            "over_s": passed, "seconds": seconds if isinstance(seconds, int | float) else None,
+            "nodes": nodes, "edges": _rates(graph, rows), "weights": [_versions(*ends, versions) for ends in kept],
+        }  # fmt: skip
+
+
+def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], float]:
+    """Of lines of activity.jsonl: by node what it did in the last part of a run, and in how many seconds.
+
+    A node's seconds count from its start, those of the run from its first step."""
+    first: dict[str, dict[str, Any]] = {}
+    last: dict[str, dict[str, Any]] = {}
+    passed = 0.0
+    for line in lines:
+        seconds, nodes = line.get("seconds"), line.get("nodes")
+        if not isinstance(seconds, int | float) or not isinstance(nodes, dict):
+            continue
+        told = {name: said for name, said in nodes.items() if isinstance(said, dict)}
+        if seconds < passed or not seconds:  # another part of the run, or none of its steps yet
+            first = dict(told)
+        passed, last = float(seconds), told
+        for name, said in told.items():
+            first.setdefault(name, said)
+    return {name: {**said, **_grown(said, first[name])} for name, said in last.items() if name in first}, passed
+
+
+def _grown(said: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
+    keys = [key for key in (*SHARES, "rows_in", "rows_out", "tokens") if isinstance(said.get(key), int | float)]
+    return {key: max(0.0, said[key] - float(before.get(key) or 0.0)) for key in keys}
+
+
+def shares(spent: Mapping[str, float] | None, passed_s: float, replicas: int) -> dict[str, float] | None:
+    """Of each kind of time that is measured, the share; they need not add up to 1, and nothing fills the rest.
+
+    Of more than all, since reports are not of one moment, all."""
+    whole = passed_s * max(1, replicas)
+    if spent is None or whole <= 0:
+        return None
+    found = {name: max(0.0, spent.get(name, 0.0)) / whole for name in SHARES}
+    over = max(1.0, sum(found.values()))
+    return {name: round(share / over, 4) for name, share in found.items()}
+
+
+def _sums(told: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By node, all its replicas together: seconds of each kind, rows, tokens, since they began."""
+    found: dict[str, dict[str, float]] = {}
+    for worker in told.get("workers", {}).values():
+        for name, said in worker["heartbeat"].get("nodes", {}).items():
+            known = found.setdefault(name, dict.fromkeys((*SHARES, "rows_in", "rows_out", "tokens"), 0.0))
+            for key in SHARES:
+                known[key] += float(said["seconds"][key])
+            for key in ("rows_in", "rows_out"):
+                known[key] += float(said[key])
+            known["tokens"] += float(said["status"].get("tokens", 0))
+    return found
+
+
+def _less(sums: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float] | None:
+    """What came on top; None where a worker was started anew, and counts from nothing."""
+    less = {key: sums[key] - before[key] for key in sums}
+    return less if min(less.values()) >= 0 else None
+
+
+def _node(node: Node, spent: Mapping[str, float] | None, passed: float) -> dict[str, Any]:
+    present = [w for w in node.workers if w.state in ("ready", "stopping")]
+    ill = [f"{worker.name} {said}" for worker in node.workers if (said := trouble(worker))]
+    return {
+        "name": node.name, "state": node.state, "for_s": round(node.for_s, 1),
+        "shares": shares(spent, passed, len(present)), **_per_second(spent, passed),
+        "pending": node.pending, "held_back": node.held_back, "step": node.step, "version": node.version,
+        "rows_in": node.rows_in, "rows_out": node.rows_out, "replicas": len(present), "ill": ill,
+        "workers": [_worker(worker) for worker in node.workers if worker.state not in ("left", "gone")],
+    }  # fmt: skip
+
+
+def _worker(worker: WorkerFacts) -> dict[str, Any]:
+    processes = [worker.process, *worker.ranks] if worker.process else []
+    seen = [process for process in processes if process is not None and process.state]
+    return {
+        "name": worker.name, "state": worker.state, "host": worker.host, "restarts": worker.restarts,
+        "pid": worker.process.pid if worker.process else None, "processes_below": len(worker.ranks),
+        "rss_bytes": sum(process.rss_bytes for process in seen) if seen else None,
+    }  # fmt: skip
+
+
+def _ended(name: str, told: Mapping[str, Any], passed: float | None) -> dict[str, Any]:
+    """A node of a run that is over, on the mean over all of it."""
+    sums = {key: float(value) for key, value in told.items() if isinstance(value, int | float)}
+    replicas = int(sums.get("replicas", 1))
+    measured = sums if told and passed else None
+    return {
+        "name": name, "state": "over", "for_s": None, "shares": shares(measured, passed or 0.0, replicas),
+        **_per_second(measured, passed or 0.0), "pending": None, "held_back": None,
+        "step": told.get("step"), "version": told.get("version"), "rows_in": told.get("rows_in"),
+        "rows_out": told.get("rows_out"), "replicas": told.get("replicas"), "ill": [], "workers": [],
+    }  # fmt: skip
+
+
+def _per_second(spent: Mapping[str, float] | None, passed: float) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for key in ("rows_in", "rows_out", "tokens"):
+        known = spent is not None and passed > 0 and (key != "tokens" or bool(spent.get(key)))
+        found[f"{key}_s"] = round(spent.get(key, 0.0) / passed, 3) if known and spent is not None else None
+    return found
+
+
+def _edges(facts: Facts, rows: Mapping[str, tuple[float | None, float | None]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "from": edge.producer, "to": edge.consumer, "source": edge.source, "depth": edge.depth,
+            "capacity": edge.capacity, "rows_s": rows_of(edge.producer, edge.consumer, _ends(facts), rows),
+        }
+        for edge in facts.edges
+    ]  # fmt: skip
+
+
+def _rates(
+    graph: Mapping[str, Any], rows: Mapping[str, tuple[float | None, float | None]]
+) -> list[dict[str, Any]]:  # fmt: skip
+    data = [edge for edge in graph.get("edges", []) if edge.get("plane") == "data"]
+    ends = [(str(edge["from"]), str(edge["to"])) for edge in data]
+    return [
+        {
+            "from": edge["from"], "to": edge["to"], "source": edge.get("source"), "depth": None, "capacity": None,
+            "rows_s": rows_of(edge["from"], edge["to"], ends, rows),
+        }
+        for edge in data
+    ]  # fmt: skip
+
+
+def _ends(facts: Facts) -> list[tuple[str, str]]:
+    return [(edge.producer, edge.consumer) for edge in facts.edges]
+
+
+def rows_of(
+    producer: str, consumer: str, ends: list[tuple[str, str]], rows: Mapping[str, tuple[float | None, float | None]]
+) -> float | None:  # fmt: skip
+    """Rows per second on an edge, where that is known: a run counts rows by node, so of one that is the only way into
+    its consumer, or the only way out of its producer."""
+    if sum(end == consumer for _, end in ends) == 1:
+        return rows.get(consumer, (None, None))[0]
+    if sum(begin == producer for begin, _ in ends) == 1:
+        return rows.get(producer, (None, None))[1]
+    return None
+
+
+def _weights(facts: Facts) -> list[dict[str, Any]]:
+    versions = {name: node.version for name, node in facts.nodes.items()}
+    return [_versions(feedback.trainer, feedback.reader, versions) for feedback in facts.feedbacks]
+
+
+def _versions(trainer: str, reader: str, versions: Mapping[str, Any]) -> dict[str, Any]:
+    made, has = versions.get(trainer), versions.get(reader)
+    behind = None if made is None or has is None else max(0, made - has)
+    return {"from": trainer, "to": reader, "made": made, "has": has, "behind": behind}

@@ -1,0 +1,82 @@
+"""What happened to a run at which step: faults, swaps, returns to a checkpoint, evaluations."""
+
+import bisect
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataflow.folder.faults import FILE, in_words
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.swaps import read_swaps
+from dataflow.history.describe import described
+from dataflow.system.optional_files import stream_lines
+
+MOST = 500
+"""Of each kind that are told, the last ones."""
+MOST_BYTES = 4 << 20
+"""Of faults.jsonl, its end."""
+MOST_STEPS = 200_000
+"""Whose times are kept."""
+LOOK_S, LEISURE = 2.0, 20.0
+"""Between two looks; and so many times the processor time of the last one."""
+
+
+@dataclass
+class Marks:
+    """Of one run; looked for every two seconds at most."""
+
+    folder: RunFolder
+    _times: list[tuple[float, int]] = field(default_factory=list)
+    _next: float = float("-inf")
+    _found: dict[str, Any] = field(default_factory=dict)
+
+    def look(self, restarts: Sequence[int], rounds: Sequence[int]) -> dict[str, Any]:
+        """All marks, each with its step."""
+        if time.monotonic() >= self._next:
+            began = time.thread_time()
+            self._look_at_times()
+            path = self.folder.path / FILE
+            start = max(0, path.stat().st_size - MOST_BYTES) if path.is_file() else 0
+            lines = [line for _, line in stream_lines(path, start)][-MOST:]
+            self._found = {
+                "faults": [{"step": self._step_at(line.get("at")), **_fault(line)} for line in lines],
+                "swaps": [{"step": swap.step, "text": str(swap)} for swap in read_swaps(self.folder)[-MOST:]],
+            }
+            self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))
+        return {**self._found, "restarts": list(restarts)[-MOST:], "rounds": list(rounds)[-MOST:]}
+
+    def _look_at_times(self) -> None:
+        """When steps were made: those that are new, of the trainer that leads."""
+        _, config = described(self.folder)
+        leading = config.get("leading") or []
+        if not leading:
+            return
+        with contextlib.suppress(LedgerError), Ledger.open(self.folder.ledger, readonly=True) as ledger:
+            if ledger.last_step(leading[0]) < (self._times[-1][1] if self._times else 0):
+                self._times.clear()  # it went back to a checkpoint
+            known = self._times[-1][1] if self._times else 0
+            self._times += [(at, step) for step, at in ledger.step_times(str(leading[0]), known)]
+            del self._times[:-MOST_STEPS]
+
+    def _step_at(self, at: Any) -> int | None:
+        """The last step before a time; None where nothing is known of it."""
+        if not self._times or not isinstance(at, int | float):
+            return None
+        place = bisect.bisect_right(self._times, (float(at), 1 << 62))
+        return self._times[place - 1][1] if place else 0
+
+
+def _fault(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of faults.jsonl: when, and in a sentence."""
+    try:
+        (text,) = in_words([line])
+    except (TypeError, ValueError):
+        text = "a line of faults.jsonl that is none"
+    at, back = line.get("at"), line.get("recovered_s")
+    return {
+        "at": at if isinstance(at, int | float) else None, "worker": str(line.get("worker", "")), "text": text,
+        "recovered": back is not None,
+    }  # fmt: skip

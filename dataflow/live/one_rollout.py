@@ -1,0 +1,109 @@
+"""One rollout in full, a part at a time: its texts, its tokens with their numbers, its group."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow import records
+from dataflow.history.rollout_view import scores
+from dataflow.live.rollouts import cut, matching_columns, number
+
+TEXT = 4_000
+"""Characters of a text that are shown at once."""
+MORE_TEXT = 16_000
+"""Of one that is asked for."""
+TOKENS = 1_500
+"""That are told at once."""
+GROUP = 64
+"""Rollouts of a group that are shown side by side."""
+RATIO = "importance ratio"
+
+
+def one(table: pa.Table, row: int) -> dict[str, Any]:
+    """A rollout: its texts as far as they are shown at once, its columns, its group. Errors: LookupError."""
+    found = _row(table, row)
+    texts = {name: part(found, name, 0, TEXT) for name in (records.PROMPT, records.COMPLETION, records.ERROR)}
+    tokens = found.get(records.TOKENS) or []
+    columns = {
+        name: cut(str(number(value)), 400) for name, value in scores(found).items() if name not in texts
+    }  # fmt: skip
+    same = pc.equal(table.column(records.GROUP_ID), found[records.GROUP_ID])
+    prompt = pc.equal(table.column(records.PROMPT_ID), found[records.PROMPT_ID])
+    rows = pc.indices_nonzero(pc.and_(same, prompt).combine_chunks()).to_pylist()
+    return {
+        "rollout_id": found[records.ROLLOUT_ID], "group_id": found[records.GROUP_ID],
+        "prompt_id": cut(found[records.PROMPT_ID]), "position": found[records.POSITION],
+        "finish_reason": found[records.FINISH_REASON], "texts": texts, "columns": columns, "tokens": len(tokens),
+        "colours": [*_ratio(found), *matching_columns(found, len(tokens))], "has_ratio": bool(_ratio(found)),
+        "group": [_member(table, at) for at in rows[:GROUP]], "group_count": len(rows),
+    }  # fmt: skip
+
+
+def part(row: Mapping[str, Any], name: str, begin: int, most: int = MORE_TEXT) -> dict[str, Any] | None:
+    """Some characters of a text, from one on, and how many it has; None where it is null. Errors: LookupError."""
+    if name not in (records.PROMPT, records.COMPLETION, records.ERROR):
+        raise LookupError(f"a rollout has no text '{cut(name, 40)}'")
+    text = row.get(name)
+    if text is None:
+        return None
+    begin = max(0, begin)
+    return {"text": text[begin : begin + most], "begin": begin, "of": len(text)}
+
+
+def text_of(table: pa.Table, row: int, name: str, begin: int) -> dict[str, Any] | None:
+    """The same of a file's row."""
+    return part(_row(table, row), name, begin)
+
+
+def tokens_of(
+    table: pa.Table, row: int, begin: int, colour: str, vocabulary: Mapping[int, str] | None
+) -> dict[str, Any]:
+    """Some tokens from one on: id, text where there is a vocabulary, whether the policy chose it, and a number.
+
+    Errors: LookupError where no such number is stored."""
+    found = _row(table, row)
+    ids, mask = found[records.TOKENS], found[records.MASK]
+    if colour == RATIO and _ratio(found):
+        new, old = found["new_logprobs"], found[records.LOGPROBS]
+        numbers: list[Any] = np.exp(np.subtract(new, old, dtype=np.float64)).tolist()
+    elif colour in matching_columns(found, len(ids)):
+        numbers = found[colour]
+    else:
+        raise LookupError(f"this rollout has no '{cut(colour, 40)}' by token")
+    begin = max(0, begin)
+    some = slice(begin, begin + TOKENS)
+    texts = [None if vocabulary is None else cut(vocabulary.get(each, ""), 60) for each in ids[some]]
+    known = [value for value, is_chosen in zip(numbers, mask, strict=True) if is_chosen and value is not None]
+    return {
+        "begin": begin, "of": len(ids), "ids": ids[some], "texts": texts, "chosen": mask[some],
+        "numbers": [number(value) for value in numbers[some]],
+        "least": number(min(known, default=None)), "most": number(max(known, default=None)),
+    }  # fmt: skip
+
+
+def _row(table: pa.Table, row: int) -> dict[str, Any]:
+    if not 0 <= row < table.num_rows:
+        raise LookupError(f"this file has {table.num_rows} rollouts, and none with number {row}")
+    found: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
+    return found
+
+
+def _ratio(row: Mapping[str, Any]) -> list[str]:
+    """Whether the trainer's own log-probabilities are stored beside the generator's."""
+    new, old = row.get("new_logprobs"), row.get(records.LOGPROBS)
+    return [RATIO] if isinstance(new, list) and isinstance(old, list) and len(new) == len(old) else []
+
+
+def _member(table: pa.Table, at: int) -> dict[str, Any]:
+    small = [name for name in table.schema.names if not pa.types.is_list(table.schema.field(name).type)]
+    row = table.select(small).slice(at, 1).to_pylist()[0]
+    columns = {name: cut(str(number(value))) for name, value in scores(row).items()}
+    length = pc.sum(table.column(records.MASK).slice(at, 1).combine_chunks().flatten()).as_py() or 0
+    return {
+        "row": at, "rollout_id": row[records.ROLLOUT_ID], "position": row[records.POSITION], "length": length,
+        "finish_reason": row[records.FINISH_REASON], "error": cut(row[records.ERROR]),
+        "completion": cut(row[records.COMPLETION], 600), "columns": columns,
+    }  # fmt: skip

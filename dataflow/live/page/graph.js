@@ -1,0 +1,215 @@
+// The drawing of the graph with what its nodes and edges do now, and the same as tables.
+import {NOT, add, bytes, fill, percent, plain, say, seconds, short} from './text.js';
+
+const SVG = 'http://www.w3.org/2000/svg';
+const TAGS = new Set(['svg', 'title', 'desc', 'g', 'rect', 'path', 'line', 'text', 'tspan']);
+const KINDS = ['busy', 'blocked', 'idle'];
+const FEW = 40;
+const stage = document.getElementById('stage'), card = document.getElementById('node');
+let graph = null, drawing = null, scale = 0, picked = null, now = null, all = false;
+const parts = new Map(), lines = new Map(), shown = new Map();
+
+function make(shape) {
+  const [tag, attributes, inside] = shape;
+  if (!TAGS.has(tag)) return document.createTextNode('');
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  for (const each of inside) made.append(Array.isArray(each) ? make(each) : document.createTextNode(plain(each)));
+  return made;
+}
+
+function shape(tag, attributes, parent) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return parent.appendChild(made);
+}
+
+export function drawGraph(found) {
+  graph = found; drawing = null; picked = null; card.hidden = true;
+  parts.clear(); lines.clear(); shown.clear();
+  stage.replaceChildren();
+  if (!found.picture) {
+    add(stage, 'p', 'This folder has no drawing that can be shown (graph.svg); the tables say what is known.');
+    return;
+  }
+  drawing = make(found.picture);
+  drawing.setAttribute('role', 'group');
+  drawing.setAttribute('aria-label', `Graph ${plain(found.name)}`);
+  stage.append(drawing);
+  for (const element of drawing.querySelectorAll('.node')) {
+    const node = graph.nodes[+element.dataset.node], box = element.querySelector('.box');
+    if (!node || !box) continue;
+    const [x, y, width, height] = ['x', 'y', 'width', 'height'].map(name => +box.getAttribute(name));
+    const left = x + 8, room = width - 16, top = y + height - 5.5;
+    shape('rect', {class: 'bar-whole', x: left, y: top, width: room, height: 3.5, rx: 1}, element);
+    const bars = {};
+    for (const kind of KINDS) bars[kind] = shape('rect', {class: `bar-${kind}`, x: left, y: top, width: 0, height: 3.5}, element);
+    const text = shape('text', {class: 'now', x: x + 4, y: y + height + 8.5}, element);
+    parts.set(node.name, {element, bars, text, left, room, title: element.querySelector('title')});
+    element.setAttribute('tabindex', '0');
+    element.setAttribute('role', 'button');
+    element.setAttribute('aria-label', plain(node.name));
+    element.addEventListener('click', () => pick(node.name));
+    element.addEventListener('keydown', e => {
+      if (e.key === 'Enter' || e.key === ' ') { e.preventDefault(); pick(node.name); }
+    });
+  }
+  for (const element of drawing.querySelectorAll('[data-edge]')) {
+    const edge = graph.edges[+element.dataset.edge];
+    if (edge) lines.set(key(edge), [...(lines.get(key(edge)) || []), element]);
+  }
+  fit();
+}
+
+const key = edge => `${edge.from}\u0000${edge.to}\u0000${edge.source || ''}`;
+const width = () => drawing ? drawing.viewBox.baseVal.width : 0;
+function zoom(to) {
+  scale = Math.min(4, Math.max(0.05, to));
+  if (drawing) { drawing.setAttribute('width', width() * scale); drawing.removeAttribute('height'); }
+}
+const fit = () => zoom(Math.min(1.25, Math.max(0.35, (stage.clientWidth - 4) / Math.max(1, width()))));
+document.getElementById('in').onclick = () => zoom(scale * 1.25);
+document.getElementById('out').onclick = () => zoom(scale / 1.25);
+document.getElementById('fit').onclick = fit;
+
+function pick(name) {
+  picked = picked === name ? null : name;
+  for (const [other, part] of parts) part.element.classList.toggle('picked', other === picked);
+  showPicked();
+}
+
+function showPicked() {
+  card.hidden = !picked;
+  if (!picked) return;
+  const declared = graph.nodes.find(node => node.name === picked);
+  const node = now?.nodes.find(each => each.name === picked);
+  card.replaceChildren();
+  add(card, 'h3', `${picked} · ${declared.operator ?? ''}`);
+  const list = add(card, 'dl');
+  const tell = (name, value) => { add(list, 'dt', name); add(list, 'dd', value); };
+  const placed = Object.entries(declared.placed).map(([name, value]) => `${name} ${value}`).join(', ');
+  tell('placed', [placed, declared.hosts.join(', ')].filter(Boolean).join(' on ') || 'not recorded');
+  if (node) {
+    if (node.ill.length) tell('trouble', node.ill.join('; '));
+    tell('holds', node.pending === null ? NOT : `${short(node.pending)} rows that it owes an answer for`);
+    if (node.held_back) tell('weights', `${short(node.held_back)} prompts or groups may start only with newer weights`);
+    tell('rows', `${short(node.rows_in)} in, ${short(node.rows_out)} out`);
+    if (node.version !== null && node.version !== undefined) tell('version', short(node.version));
+    for (const worker of node.workers.slice(0, 32)) {
+      const where = worker.host || 'this machine';
+      const below = worker.processes_below ? `, ${worker.processes_below} processes below it` : '';
+      const memory = worker.rss_bytes === null ? `memory ${NOT} from here` : `${bytes(worker.rss_bytes)} resident`;
+      tell(worker.name, `${worker.state} on ${where}, pid ${worker.pid ?? '–'}, ${memory}${below}, ${worker.restarts} restarts`);
+    }
+  }
+  for (const [name, value] of Object.entries(declared.knobs)) tell(name, value);
+}
+
+function word(node) {
+  const rate = node.rows_out_s || node.rows_in_s;
+  const per = node.tokens_s ? `${short(node.tokens_s)} tokens/s` : rate ? `${short(rate)} rows/s` : '';
+  return [node.ill.length ? 'trouble' : node.state === 'over' ? '' : node.state, per].filter(Boolean).join(' · ');
+}
+
+function meter(cell, shares) {
+  let bar = cell.firstChild;
+  if (!bar || !bar.classList) {
+    cell.replaceChildren();
+    bar = add(cell, 'div', undefined, 'meter');
+    bar.setAttribute('role', 'img');
+    for (const kind of KINDS) add(bar, 'span', undefined, kind);
+  }
+  const told = shares ? KINDS.map(kind => `${kind === 'idle' ? 'waiting' : kind} ${percent(shares[kind])}`) : [NOT];
+  const rest = shares ? 1 - KINDS.reduce((sum, kind) => sum + shares[kind], 0) : 1;
+  if (shares && rest > 0.005) told.push(`${NOT} ${percent(rest)}`);
+  bar.title = told.join(', ');
+  bar.setAttribute('aria-label', bar.title);
+  KINDS.forEach((kind, at) => { bar.children[at].style.width = shares ? `${shares[kind] * 100}%` : '0'; });
+}
+
+function credit(cell, edge) {
+  if (edge.depth === null) { say(cell, NOT); return; }
+  const share = edge.capacity ? edge.depth / edge.capacity : 0;
+  say(cell, `${short(edge.depth)} of ${short(edge.capacity)}${share >= 1 ? ', full' : ''}`);
+  cell.className = share >= 1 ? 'bad' : share >= 0.5 ? 'warn' : '';
+}
+
+const NODE_HEADS = [
+  {text: 'node'}, {text: 'state'}, {text: 'time', draw: meter}, {text: 'busy', number: true}, {text: 'blocked', number: true},
+  {text: 'waiting', number: true}, {text: 'rows/s out', number: true}, {text: 'replicas', number: true}, {text: 'memory', number: true},
+];
+const EDGE_HEADS = [
+  {text: 'edge'}, {text: 'rows of'}, {text: 'rows/s', number: true}, {text: 'in flight, of credit', draw: credit},
+];
+const WEIGHT_HEADS = [
+  {text: 'edge'}, {text: 'version made', number: true}, {text: 'reader has', number: true}, {text: 'behind', number: true},
+  {text: 'staleness of the last step: mean, most'}, {text: 'bound', number: true}, {text: 'last exchange'}, {text: 'bytes of it'},
+];
+
+export function showNow(found) {
+  now = found;
+  const over = found.over_s ? `over the last ${seconds(found.over_s)}` : '';
+  say(document.getElementById('over'), found.state === 'under way' ? over : found.over_s ? `over all ${seconds(found.over_s)}` : '');
+  for (const node of found.nodes) showNode(node);
+  for (const edge of found.edges) showEdge(edge);
+  const sorted = [...found.nodes];
+  if (sorted.length > FEW) sorted.sort((a, b) => (b.shares?.busy ?? -1) - (a.shares?.busy ?? -1));
+  const rows = all ? sorted : sorted.slice(0, FEW);
+  fill(document.getElementById('nodes'), NODE_HEADS, rows.map(node => [
+    node.name, node.ill.length ? `trouble: ${node.ill[0]}` : node.for_s ? `${node.state} ${seconds(node.for_s)}` : node.state,
+    node.shares, percent(node.shares?.busy), percent(node.shares?.blocked), percent(node.shares?.idle),
+    node.rows_out_s === null ? NOT : short(node.rows_out_s), short(node.replicas), memory(node),
+  ]));
+  const more = document.getElementById('more-nodes');
+  more.hidden = all || sorted.length <= FEW;
+  say(more, `the ${FEW} busiest are shown; show all ${sorted.length}`);
+  fill(document.getElementById('edges'), EDGE_HEADS, found.edges.slice(0, all ? 4000 : FEW).map(edge => [
+    `${edge.from} → ${edge.to}`, edge.source, edge.rows_s === null ? NOT : short(edge.rows_s), edge,
+  ]));
+  fill(document.getElementById('weights'), WEIGHT_HEADS, found.weights.map(weightRow));
+  if (picked) showPicked();
+}
+document.getElementById('more-nodes').onclick = () => { all = true; if (now) showNow(now); };
+
+function memory(node) {
+  const known = node.workers.map(worker => worker.rss_bytes).filter(value => value !== null);
+  return known.length ? bytes(known.reduce((a, b) => a + b, 0)) : NOT;
+}
+
+function weightRow(edge) {
+  const last = now.newest[edge.from] || {};
+  const bound = graph.edges.find(each => each.plane === 'weights' && each.from === edge.from && each.to === edge.to);
+  const stale = last.staleness_mean === undefined || last.staleness_mean === null
+    ? NOT : `${short(last.staleness_mean)}, ${short(last.staleness_max)}`;
+  const took = last.seconds_publish === undefined || last.seconds_publish === null
+    ? NOT : `${short(last.seconds_publish)} s to publish`;
+  const sent = last.weights_sent?.[edge.to]?.bytes;
+  return [`${edge.from} → ${edge.to}`, short(edge.made), short(edge.has), edge.behind === null ? NOT : short(edge.behind), stale,
+    short(bound?.max_staleness), took, sent === undefined ? NOT : bytes(sent)];
+}
+
+function showNode(node) {
+  const part = parts.get(node.name);
+  if (!part) return;
+  const told = JSON.stringify([node.shares, word(node), node.ill.length]);
+  if (shown.get(node.name) === told) return;
+  shown.set(node.name, told);
+  let at = part.left;
+  for (const kind of KINDS) {
+    const wide = part.room * (node.shares?.[kind] ?? 0);
+    part.bars[kind].setAttribute('x', at);
+    part.bars[kind].setAttribute('width', Math.max(0, wide));
+    at += wide;
+  }
+  say(part.text, word(node));
+  part.element.classList.toggle('ill', node.ill.length > 0);
+  part.element.setAttribute('aria-label', plain(`${node.name}: ${word(node)}`));
+}
+
+function showEdge(edge) {
+  const share = edge.depth === null || !edge.capacity ? 0 : edge.depth / edge.capacity;
+  for (const element of lines.get(key(edge)) || []) {
+    element.classList.toggle('full', share >= 1);
+    element.classList.toggle('half', share >= 0.5 && share < 1);
+  }
+}

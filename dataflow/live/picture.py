@@ -1,0 +1,94 @@
+"""The drawing of a run's graph, `graph.svg` of its folder, as plain lists of which nothing but shapes and text is left.
+
+A folder may come from anybody, and an SVG may hold programs: so it is read as XML, never handed on, and what is no
+shape of our own drawings is left out. The page makes elements of the lists.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+from xml.etree import ElementTree
+
+from dataflow.folder.run_folder import RunFolder
+from dataflow.system.files import RunFolderError
+
+MOST_BYTES = 8 << 20
+MOST_ELEMENTS = 80_000
+Shape: TypeAlias = list[Any]
+"""[tag, {attribute: value}, [shapes and texts]]."""
+
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_PATH = re.compile(r"[-MLHVCQAZmlhvcqaz0-9., ]*")
+_CLASSES = re.compile(r"[A-Za-z0-9 _-]*")
+_BOX = re.compile(r"(-?\d+(\.\d+)? ){3}-?\d+(\.\d+)?")
+TAGS = frozenset({"svg", "title", "desc", "g", "rect", "path", "line", "text", "tspan"})
+ATTRIBUTES: Mapping[str, re.Pattern[str]] = {
+    **dict.fromkeys(("x", "y", "x1", "x2", "y1", "y2", "width", "height", "rx", "data-node"), _NUMBER),
+    "d": _PATH, "class": _CLASSES, "viewBox": _BOX,
+}  # fmt: skip
+
+
+def shapes(text: bytes) -> Shape | None:
+    """The shapes of an SVG; None where it is none, or too large."""
+    if len(text) > MOST_BYTES or b"<!DOCTYPE" in text or b"<!ENTITY" in text:
+        return None
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError:
+        return None
+    if _tag(root) != "svg" or sum(1 for _ in root.iter()) > MOST_ELEMENTS:
+        return None
+    return _shape(root, 0)
+
+
+def read_picture(folder: RunFolder) -> Shape | None:
+    """The drawing in a folder; None where there is none that can be shown."""
+    try:
+        if folder.graph_svg.stat().st_size > MOST_BYTES:
+            return None
+        return shapes(folder.graph_svg.read_bytes())
+    except (OSError, RunFolderError):
+        return None
+
+
+def name_edges(shape: Shape, graph: Mapping[str, Any]) -> None:
+    """Give each line of the drawing the number of its edge in the graph, by what is written on it.
+
+    A node's number, `data-node`, is its place in the graph already."""
+    numbers = {_written(edge): str(number) for number, edge in enumerate(graph.get("edges", []))}
+    for _, attributes, inside in _groups(shape):
+        title = next((each[2][0] for each in inside if isinstance(each, list) and each[0] == "title" and each[2]), "")
+        if (number := numbers.get(str(title).partition(": ")[0])) is not None:
+            attributes["data-edge"] = number
+
+
+def _written(edge: Mapping[str, Any]) -> str:
+    """What stands on its line before a colon."""
+    ends = f"{edge.get('from')} → {edge.get('to')}"
+    return ends if edge.get("plane") == "weights" else f"{ends} ({edge.get('source')})"
+
+
+def _groups(shape: Shape) -> Iterator[Shape]:
+    for each in shape[2]:
+        if isinstance(each, list):
+            if each[0] == "g" and {"link", "weights"} & set(each[1].get("class", "").split()):
+                yield each
+            yield from _groups(each)
+
+
+def _shape(element: "ElementTree.Element", depth: int) -> Shape:
+    kept = {
+        name: value for name, value in element.attrib.items()
+        if name in ATTRIBUTES and ATTRIBUTES[name].fullmatch(value)
+    }  # fmt: skip
+    inside: list[Any] = [element.text] if element.text and element.text.strip() else []
+    for child in element:
+        if depth < 8 and _tag(child) in TAGS - {"svg"}:
+            inside.append(_shape(child, depth + 1))
+            inside += [child.tail] if child.tail and child.tail.strip() else []
+    return [_tag(element), kept, inside]
+
+
+def _tag(element: "ElementTree.Element") -> str:
+    tag = element.tag
+    return tag.removeprefix("{http://www.w3.org/2000/svg}") if isinstance(tag, str) else ""

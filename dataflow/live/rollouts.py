@@ -1,0 +1,202 @@
+"""A run's rollouts as pages of a table: from the newest step back, a bounded number of files at a time."""
+
+import collections
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow import records
+from dataflow.errors import RunError
+from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.run_folder import RunFolder
+from dataflow.staleness import NO_TOKEN, oldest_versions
+
+FILES = 24
+"""That one question looks into, if they are not too large together."""
+BYTES = 96 << 20
+CPU_S, WALL_S = 1.0, 8.0
+"""Of a processor, and in all: what has no priority may get little of one."""
+ROWS = 50
+"""Of a page."""
+KEPT_ROWS = 200_000
+"""Of files that were looked into, which a page further on needs again."""
+SHORT = 160
+"""Characters of a text in a table."""
+UNREAD = (records.TOKENS, records.LOGPROBS, records.SAMPLING_MASK, records.REF_LOGPROBS, records.VALUES)
+KINDS = ("step", "eval")
+_FIXED = frozenset((*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFilter:
+    """A question to the table."""
+
+    kind: str = "step"
+    """step: what was trained; eval: what an evaluation read."""
+    node: str = ""
+    """The trainer or evaluation, where several keep their own folder."""
+    upto: int | None = None
+    """The newest step to look at; None: the newest there is."""
+    search: str = ""
+    """In prompt, completion and error, small and capital letters alike."""
+    sort: str = "step"
+    down: bool = True
+    page: int = 0
+
+
+class Rollouts:
+    """Those of one run.
+
+    consumes: files of rollouts, each written once
+    produces: rows of a table
+    waits for: the disk
+    unblocked by: bounds on files, bytes and seconds
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._kept: collections.OrderedDict[tuple[Path, int], list[dict[str, Any]]] = collections.OrderedDict()
+
+    def nodes(self) -> list[str]:
+        """Of which there are files; empty: of the only trainer."""
+        path = self._folder.rollouts
+        below = sorted(each.name for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+        return [node for node in ("", *below) if any(self._folder.rollouts_of(node).files(kind) for kind in KINDS)]
+
+    def table(self, wanted: RolloutFilter) -> dict[str, Any]:
+        """A page of rows, and of which steps they are."""
+        files = self._files(wanted)
+        ahead = [each for each in reversed(files) if wanted.upto is None or each[0] <= wanted.upto]
+        found: list[dict[str, Any]] = []
+        looked: list[int] = []
+        problems: list[str] = []
+        size, worked, began = 0, time.thread_time(), time.monotonic()
+        for step, path in ahead[:FILES]:
+            spent, passed = time.thread_time() - worked, time.monotonic() - began
+            if looked and (size > BYTES or spent > CPU_S or passed > WALL_S):
+                break
+            looked.append(step)
+            try:
+                size += path.stat().st_size
+                found += self._matching(path, step, wanted)
+            except (OSError, RunError, pa.ArrowException, ValueError, KeyError) as error:
+                problems.append(f"step {step}: {error}")
+        found = in_order(found, wanted.sort, wanted.down)
+        begin = wanted.page * ROWS
+        older = [step for step, _ in ahead[len(looked) :]]
+        return {
+            "rows": found[begin : begin + ROWS], "count": len(found), "page": wanted.page, "rows_a_page": ROWS,
+            "columns": _columns(found), "steps": [min(looked), max(looked)] if looked else None,
+            "older": older[0] if older else None, "files": len(files), "problems": problems[:5],
+            "newest": files[-1][0] if files else None,
+        }  # fmt: skip
+
+    def file(self, kind: str, node: str, step: int) -> Path:
+        """Where the rollouts of a step are. Errors: LookupError where there are none."""
+        for at, path in self._files(RolloutFilter(kind=kind, node=node)):
+            if at == step:
+                return path
+        raise LookupError(f"there is no file of rollouts of step {step} any more, or not yet")
+
+    def _files(self, wanted: RolloutFilter) -> list[tuple[int, Path]]:
+        if wanted.kind not in KINDS or wanted.node not in ("", *self.nodes()):
+            raise LookupError(f"this run has no rollouts of {wanted.kind} '{wanted.node}'")
+        return self._folder.rollouts_of(wanted.node).files(wanted.kind)
+
+    def _matching(self, path: Path, step: int, wanted: RolloutFilter) -> list[dict[str, Any]]:
+        if not wanted.search:
+            key = (path, path.stat().st_mtime_ns)
+            rows = self._kept.get(key)
+            if rows is None:
+                rows = self._kept[key] = short_rows(read_arrow(path, UNREAD), step, wanted.kind)
+                while sum(map(len, self._kept.values())) > KEPT_ROWS and len(self._kept) > 1:
+                    self._kept.popitem(last=False)
+            return rows
+        table = read_arrow(path, UNREAD)
+        hits = [
+            pc.match_substring(table.column(name), wanted.search, ignore_case=True).fill_null(False)
+            for name in (records.PROMPT, records.COMPLETION, records.ERROR)
+        ]  # fmt: skip
+        hit = np.logical_or.reduce([each.to_numpy() for each in hits])
+        rows = short_rows(table, step, wanted.kind)
+        return [row for row, matches in zip(rows, hit.tolist(), strict=True) if matches]
+
+
+def short_rows(table: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
+    """A file's rollouts, each in a few short values: where it is, its texts cut, its numbers.
+
+    `length` counts tokens that the policy chose; `staleness` how many versions its oldest token is behind those that
+    the step began with."""
+    masks = table.column(records.MASK).combine_chunks()
+    chosen = _sums(masks)
+    oldest = oldest_versions(table.column(records.VERSIONS).combine_chunks())
+    names = [
+        name for name in table.schema.names
+        if name not in _FIXED and (pa.types.is_integer(kind_of := table.schema.field(name).type)
+                                   or pa.types.is_floating(kind_of) or pa.types.is_boolean(kind_of))
+    ]  # fmt: skip
+    wanted = (records.ROLLOUT_ID, records.GROUP_ID, records.POSITION, records.FINISH_REASON, *names)
+    plain = table.select(wanted).to_pylist()
+    texts = {
+        name: [cut(text) for text in table.column(name).to_pylist()]
+        for name in (records.PROMPT, records.COMPLETION, records.ERROR)
+    }  # fmt: skip
+    return [
+        {
+            "kind": kind, "step": step, "row": at, **{name: number(value) for name, value in row.items()},
+            **{name: found[at] for name, found in texts.items()}, "length": int(chosen[at]),
+            "staleness": int(step - 1 - oldest[at]) if kind == "step" and oldest[at] != NO_TOKEN else None,
+        }
+        for at, row in enumerate(plain)
+    ]  # fmt: skip
+
+
+def cut(text: str | None, most: int = SHORT) -> str | None:
+    """A text's beginning; where something is left out it ends with a sign for that."""
+    return text if text is None or len(text) <= most else f"{text[:most]}…"
+
+
+def number(value: Any) -> Any:
+    """A value that JSON knows: what is no finite number is a word."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _sums(masks: pa.ListArray) -> Any:
+    offsets = masks.offsets.to_numpy()
+    counts = np.r_[0, np.cumsum(masks.values.to_numpy(zero_copy_only=False).astype(np.int64))]
+    return counts[offsets[1:]] - counts[offsets[:-1]]
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    """The columns that scorers, filters and models added."""
+    known = ("kind", "step", "row", "length", "staleness")
+    found: dict[str, None] = {}
+    for row in rows:
+        found.update(dict.fromkeys(name for name in row if name not in _FIXED and name not in known))
+    return list(found)
+
+
+def in_order(rows: list[dict[str, Any]], name: str, down: bool) -> list[dict[str, Any]]:
+    """Rows by one of their values: whichever way, those with a number first, those with none at all last."""
+    values = [row.get(name) for row in rows]
+    numbers = [row for row, value in zip(rows, values, strict=True) if isinstance(value, bool | int | float)]
+    texts = [row for row, value in zip(rows, values, strict=True) if isinstance(value, str)]
+    for some in (numbers, texts):
+        some.sort(key=lambda row: row[name], reverse=down)
+    return [*numbers, *texts, *(row for row, value in zip(rows, values, strict=True) if value is None)]
+
+
+def matching_columns(row: Mapping[str, Any], tokens: int) -> list[str]:
+    """Columns with a number for each token."""
+    return [
+        name for name, value in row.items()
+        if name not in (records.TOKENS, records.MASK) and isinstance(value, list) and len(value) == tokens
+        and all(isinstance(each, int | float) or each is None for each in value)
+    ]  # fmt: skip

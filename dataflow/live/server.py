@@ -1,0 +1,193 @@
+"""HTTP for the page: requests in, answers out, on loopback, with a deadline and a bound on everything."""
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import BinaryIO
+
+from dataflow.errors import DataflowError
+from dataflow.live.guard import HEADERS, NotAdmitted, PageRequest, admit
+
+HEAD_BYTES = 16 * 1024
+"""Of a request, which has no body."""
+SLICE_BYTES = 256 * 1024
+"""That are handed to the network at once."""
+ONCE = ("host", "origin", "sec-fetch-site")
+"""Lines of a request's head that decide who asks."""
+READERS = 4
+"""Threads that read run folders."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """What goes back."""
+
+    body: bytes | Path
+    """A path: the file, slice by slice."""
+    kind: str = "application/json"
+    status: int = 200
+    file_name: str = ""
+    """Under which a browser is to keep it; empty: it shows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientLimits:
+    """How long a client may take, and how many there may be."""
+
+    ask_s: float = 10.0
+    """To send its request."""
+    answer_s: float = 30.0
+    """For the answer to be found."""
+    take_s: float = 30.0
+    """To take it in."""
+    connections: int = 96
+    """At a time; more are turned away."""
+
+
+class PageServer:
+    """Answers at http://127.0.0.1:PORT/TOKEN/.
+
+    consumes: requests
+    produces: answers
+    waits for: clients and the disk, each for so long and no longer
+    unblocked by: deadlines
+    """
+
+    def __init__(self, answer: Callable[[str], Response], token: str, bounds: ClientLimits | None = None) -> None:
+        """answer: what stands at an address below the token; called in threads. It raises LookupError where nothing
+        does, DataflowError where that cannot be read."""
+        self._answer, self._token, self._bounds = answer, token, bounds or ClientLimits()
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+        self._tasks: set[asyncio.Task[None]] = set()
+        """One for each client."""
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://127.0.0.1:{self.port}/{self._token}/"
+
+    async def start(self, port: int = 0) -> None:
+        """Listen. port: 0 for any that is free. Errors: OSError."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=HEAD_BYTES)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def run(self) -> None:
+        """Serve until it is cancelled."""
+        assert self._server is not None
+        async with self._server:
+            await self._server.serve_forever()
+
+    async def close(self) -> None:
+        """Listen no more, and let go who is being answered."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._bounds.ask_s)
+        self._pool.shutdown(wait=False)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            if len(self._tasks) > self._bounds.connections:
+                await self._write(writer, sentence(503, "too many pages are open; close some"), head_only=False)
+            else:
+                await self._exchange(reader, writer)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # a client that went, or was too slow: nobody else notices
+        except Exception:
+            log.exception("a request failed")
+        finally:
+            self._tasks.discard(task)
+            if writer.transport.get_write_buffer_size():
+                writer.transport.abort()
+            writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(self._bounds.ask_s):
+                head = await reader.readuntil(b"\r\n\r\n")
+            asked = parse(head)
+        except asyncio.LimitOverrunError:
+            asked = None
+        if asked is None:
+            await self._write(writer, sentence(400, "this is no request that a browser makes"), head_only=False)
+            return
+        admitted = admit(asked, self._token)
+        if isinstance(admitted, NotAdmitted):
+            answer = sentence(admitted.status, admitted.why)
+        else:
+            answer = await self._found(admitted)
+        await self._write(writer, answer, head_only=asked.method == "HEAD")
+
+    async def _found(self, address: str) -> Response:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._bounds.answer_s):
+                return await loop.run_in_executor(self._pool, self._answer, address)
+        except TimeoutError:
+            return sentence(503, "the run's folder could not be read in time; the page asks again")
+        except LookupError as error:
+            return sentence(404, str(error.args[0]) if error.args else "nothing stands here")
+        except (ValueError, DataflowError) as error:
+            return sentence(400 if isinstance(error, ValueError) else 409, str(error))
+
+    async def _write(self, writer: asyncio.StreamWriter, answer: Response, *, head_only: bool) -> None:
+        writer.transport.set_write_buffer_limits(high=SLICE_BYTES)
+        with answer.body.open("rb") if isinstance(answer.body, Path) else io.BytesIO(answer.body) as body:
+            size = body.seek(0, io.SEEK_END)
+            body.seek(size if head_only else 0)
+            async with asyncio.timeout(self._bounds.take_s):
+                await self._put(writer, heading(answer, size), body)
+
+    async def _put(self, writer: asyncio.StreamWriter, head: bytes, body: BinaryIO) -> None:
+        loop, part = asyncio.get_running_loop(), head
+        while part:
+            writer.write(part)
+            await writer.drain()
+            part = await loop.run_in_executor(self._pool, body.read, SLICE_BYTES)
+        writer.transport.set_write_buffer_limits(high=0)
+        await writer.drain()
+
+
+def parse(head: bytes) -> PageRequest | None:
+    """A request's first lines; None where they are none."""
+    lines = head.decode("latin-1").split("\r\n")
+    words = lines[0].split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):
+        return None
+    headers: dict[str, str] = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        if colon:
+            if name.lower() in headers and name.lower() in ONCE:
+                return None  # of two nobody knows which counts
+            headers[name.lower()] = value.strip()
+    return PageRequest(method=words[0], target=words[1], headers=headers)
+
+
+def heading(answer: Response, size: int) -> bytes:
+    """The first lines of an answer."""
+    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in HEADERS.items()]
+    lines += [f"Content-Type: {answer.kind}; charset=utf-8", f"Content-Length: {size}", "Connection: close"]
+    if answer.file_name:
+        lines.append(f'Content-Disposition: attachment; filename="{answer.file_name}"')
+    return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
+
+
+def sentence(status: int, why: str) -> Response:
+    """A sentence in place of what was asked for."""
+    return Response(body=json.dumps({"error": why}).encode(), status=status)

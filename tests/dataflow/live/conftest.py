@@ -1,0 +1,130 @@
+"""A run folder as a run of fakes would leave it, with texts that mean harm; and a server in a thread."""
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from rigs.graphs import fake_graph
+
+from dataflow import Devices, plan, records
+from dataflow.errors import RunError
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
+from dataflow.live.answers import PageAnswers
+from dataflow.live.server import ClientLimits, PageServer
+
+TOKEN = "t0ken-of-a-test"
+STEPS, GROUPS, SIZE = 6, 2, 3
+LONG = "x" * 1_000_000
+EVIL = ("<script>document.title='harmed'</script><img src=x onerror=\"document.title='harmed'\">",
+        "\x1b[31mred\x1b[0m \x07 \u202eesrever\u202c \u200b", LONG)  # fmt: skip
+
+
+def rollouts(step: int) -> pa.Table:
+    """Two groups of three; the texts of the last step mean harm."""
+    ids = np.repeat(np.arange((step - 1) * GROUPS, step * GROUPS), SIZE)
+    position = np.tile(np.arange(SIZE, dtype=np.int32), GROUPS)
+    count = len(ids)
+    texts = [f"answer {step} {at}" for at in range(count)]
+    if step == STEPS:
+        texts[:3] = EVIL
+    made: dict[str, Any] = {
+        records.GROUP_ID: ids, records.PROMPT_ID: [f"p{each}" for each in ids], records.PROMPT: ["what?"] * count,
+        records.GROUP_SIZE: [SIZE] * count, records.MIN_VERSION: [0] * count, records.ROUND_SIZE: [0] * count,
+        records.ROLLOUT_ID: ids * SIZE + position, records.POSITION: position, records.COMPLETION: texts,
+        records.TOKENS: [[1, 2, 3, 4]] * count, records.MASK: [[False, True, True, True]] * count,
+        records.LOGPROBS: [[0.0, -0.5, -2.0, -0.01]] * count,
+        records.VERSIONS: [[-1, max(0, step - 2), step - 1, step - 1]] * count,
+        records.FINISH_REASON: ["stop"] * count,
+        records.ERROR: ["tool <b>failed</b>" if at == 5 else None for at in range(count)],
+    }  # fmt: skip
+    schema = records.schema({**records.PROMPT_COLUMNS, **records.ROLLOUT_COLUMNS})
+    table = pa.table([pa.array(made[name], schema.field(name).type) for name in schema.names], schema=schema)
+    table = table.append_column("reward", pa.array([float("nan"), *range(1, count)], pa.float64()))
+    return table.append_column(
+        "new_logprobs", pa.array([[0.0, -0.5, -1.0, -0.01]] * count, records.TOKEN_NUMBERS)
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """Of a run that was killed after its sixth step, the line of the seventh torn."""
+    made = RunFolder.create(tmp_path, "fakes", now=1.7e9)
+    graph = fake_graph(max_staleness=2)
+    planned = plan(graph, Devices(cpus=2))
+    with Ledger.create(made.ledger, consumers(graph)) as ledger:
+        describe(made, ledger, graph_facts(graph), plan_facts(graph, planned))
+        for step in range(1, STEPS + 1):
+            groups = range((step - 1) * GROUPS, step * GROUPS)
+            ledger.issue("prompts", [(group, f"p{group}") for group in groups])
+            made.rollouts_of().write(step, rollouts(step))
+            ledger.commit_step("trainer", step, version=step, source="prompts", trained=groups)
+            line = {"step": step, "node": "trainer", "loss": 1.0 / step, "reward_mean": step * 0.1,
+                    "dropped": {"stale": 0}, "staleness_mean": 1.0, "staleness_max": 2, "kl": None}  # fmt: skip
+            made.append_metrics(line)
+    graph.draw(made.graph_svg)
+    with made.metrics.open("a") as file:
+        file.write('{"step": 7, "node": "trai')
+    return made
+
+
+def over(folder: RunFolder, patience_s: float) -> Mapping[str, Any]:
+    """Asks the scheduler of a run that has none."""
+    raise RunError("it is over")
+
+
+@dataclass
+class Served:
+    """A server, and what a client does with it."""
+
+    port: int
+    waits: ClientLimits
+
+    def get(
+        self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET", token: str = TOKEN
+    ) -> tuple[int, bytes, dict[str, str]]:  # fmt: skip
+        """Status, body, and headers in lower case."""
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            client.request(method, f"/{token}/{path}", headers=dict(headers or {}))
+            answer = client.getresponse()
+            return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
+        finally:
+            client.close()
+
+    def json(self, path: str) -> Any:
+        """What an address below api/ says."""
+        status, body, _ = self.get(f"api/{path}")
+        assert status == 200, body
+        return json.loads(body)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """Starts servers of run folders, which end with the test."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    made: list[PageServer] = []
+
+    def start(folders: Sequence[RunFolder], ask: Any = over, bounds: ClientLimits | None = None) -> Served:
+        server = PageServer(PageAnswers(folders, ask), TOKEN, bounds)
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+        made.append(server)
+        return Served(server.port, bounds or ClientLimits())
+
+    yield start
+    for server in made:
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()

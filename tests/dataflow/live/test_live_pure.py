@@ -1,0 +1,126 @@
+"""What decides on the page without a file or a socket: decimation, who is let in, which shapes are drawn."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.live.decimate import decimate
+from dataflow.live.guard import NotAdmitted, PageRequest, admit
+from dataflow.live.looks import rows_of, shares, whole
+from dataflow.live.picture import name_edges, shapes
+from dataflow.live.server import parse
+
+
+@given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=400),
+    st.integers(min_value=4, max_value=90),
+)
+def test_of_a_long_series_the_ends_and_what_stands_out_stay_and_there_are_no_more_points_than_asked(
+    values: list[float], most: int
+) -> None:
+    xs, ys = np.arange(len(values), dtype=np.float64), np.array(values)
+    found_xs, found_ys = decimate(xs, ys, most)
+    assert len(found_xs) == len(found_ys) <= max(most, min(most, len(values)))
+    assert (found_xs[0], found_xs[-1]) == (xs[0], xs[-1]) and (found_ys[0], found_ys[-1]) == (ys[0], ys[-1])
+    assert found_ys.min() == ys.min() and found_ys.max() == ys.max()
+    assert (np.diff(found_xs) > 0).all() and (ys[found_xs.astype(int)] == found_ys).all()
+
+
+def asked(target: str = "/key/api/now?run=0", method: str = "GET", **headers: str) -> PageRequest:
+    found = {"host": "127.0.0.1:8000", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    return PageRequest(method=method, target=target, headers=found)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:9", "[::1]:80", "localhost"])
+def test_who_has_the_token_and_calls_this_machine_by_its_name_is_answered(host: str) -> None:
+    assert admit(asked(host=host, origin=f"http://{host}", sec_fetch_site="same-origin"), "key") == "api/now?run=0"
+
+
+@pytest.mark.parametrize("target", ["/", "/key", "/kez/x", "//key/", "/key2/", "/%6Bey/", "/ke\u00ff/x", "/?key/"])
+def test_without_the_whole_token_there_is_nothing(target: str) -> None:
+    refused = admit(asked(target), "key")
+    assert isinstance(refused, NotAdmitted) and refused.status == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"}, {"host": ""}, {"host": "127.0.0.1.evil.example:8000"}, {"host": "[::1"},
+        {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "https://127.0.0.1:8000"},
+        {"origin": "http://127.0.0.1:8001"}, {"sec_fetch_site": "cross-site"}, {"sec_fetch_site": "same-site"},
+    ],
+)  # fmt: skip
+def test_another_site_is_refused_though_it_has_the_token(headers: dict[str, str]) -> None:
+    refused = admit(asked(**headers), "key")
+    assert isinstance(refused, NotAdmitted) and refused.status == 403 and "no other site" in refused.why
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_nothing_but_reading_is_answered(method: str) -> None:
+    refused = admit(asked(method=method), "key")
+    assert isinstance(refused, NotAdmitted) and refused.status == 405
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"GET\r\n\r\n", b"GET / SPDY/3\r\n\r\n", b"GET http://x/ HTTP/1.1\r\n\r\n", b"\x00\xff\r\n\r\n",
+     b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n"],
+)  # fmt: skip
+def test_what_no_browser_sends_is_no_request(head: bytes) -> None:
+    assert parse(head) is None
+
+
+def test_shares_are_what_was_measured_and_nothing_fills_the_rest() -> None:
+    assert shares({"busy": 2.0, "idle": 1.0, "blocked": 0.0}, 5.0, 2) == {"busy": 0.2, "idle": 0.1, "blocked": 0.0}
+    assert shares({"busy": 6.0, "idle": 2.0, "blocked": 0.0}, 4.0, 1) == {"busy": 0.75, "idle": 0.25, "blocked": 0.0}
+    assert shares(None, 5.0, 1) is None and shares({"busy": 1.0}, 0.0, 1) is None
+
+
+def test_rows_of_an_edge_are_told_where_they_are_those_of_one_of_its_nodes() -> None:
+    ends = [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("x", "c")]
+    rows = dict.fromkeys("abcdx", (1.0, 2.0))
+    assert rows_of("a", "b", ends, rows) == 1.0, "the only way into b"
+    assert rows_of("b", "d", ends, rows) == 2.0, "the only way out of b"
+    assert rows_of("a", "c", ends, rows) is None
+
+
+def test_the_last_part_of_a_run_counts_from_its_first_step() -> None:
+    def line(seconds: float, busy: float) -> dict[str, object]:
+        return {"seconds": seconds, "nodes": {"t": {"busy": busy, "rows_in": 10 * busy, "step": int(busy)}}}
+
+    lines = [line(0.0, 1.0), line(5.0, 4.0), line(0.0, 0.5), line(0.0, 1.0), line(8.0, 7.0), {"seconds": "x"}]
+    nodes, seconds = whole(lines)
+    assert seconds == 8.0 and nodes["t"]["busy"] == 6.0 and nodes["t"]["rows_in"] == 60.0 and nodes["t"]["step"] == 7
+
+
+HOSTILE = b"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 10 10" onload="alert(1)"><script>alert(2)</script>
+<style>*{background:url(http://x)}</style><foreignObject><p>no</p></foreignObject><image href="http://x"/>
+<g class="link lane"><title>a \xe2\x86\x92 b (s): c1, c2</title>
+<path class="line" d="M0 0H5" style="x" onclick="alert(3)"/></g>
+<g class="weights"><title>b \xe2\x86\x92 a: m</title><path class="line" d="M0 0url(#x)"/></g>
+<a href="javascript:alert(4)"><text x="1" y="calc(2)">t</text></a><text class="knob">k=<tspan>1</tspan>!</text></svg>"""
+
+
+def test_of_a_drawing_from_anybody_only_shapes_and_texts_are_left() -> None:
+    found = shapes(HOSTILE)
+    assert found is not None
+    said = repr(found)
+    for harm in ("script", "alert", "http", "url", "onload", "onclick", "style", "href", "foreign", "image", "calc"):
+        assert harm not in said.lower(), harm
+    name_edges(found, {"edges": [{"from": "b", "to": "a", "plane": "weights"},
+                                 {"from": "a", "to": "b", "plane": "data", "source": "s"}]})  # fmt: skip
+    assert found[2][0][1]["data-edge"] == "1" and found[2][1][1]["data-edge"] == "0"
+    assert found[2][-1] == ["text", {"class": "knob"}, ["k=", ["tspan", {}, ["1"]], "!"]]
+
+
+@pytest.mark.parametrize("text", [b"", b"<html/>", b"<svg", b'<!DOCTYPE x [<!ENTITY a "b">]><svg>&a;</svg>', b"\xff"])
+def test_what_is_no_drawing_is_not_drawn(text: bytes) -> None:
+    assert shapes(text) is None
+
+
+def test_a_number_that_is_none_stays_out_of_the_shares() -> None:
+    found = shares({"busy": -1.0, "idle": 1.0, "blocked": 0.0}, 2.0, 0)
+    assert found == {"busy": 0.0, "idle": 0.5, "blocked": 0.0} and not any(map(math.isnan, found.values()))

@@ -1,0 +1,153 @@
+"""What is read of a run folder for the page: series, marks, how the run stands; each within a bound."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dataflow.errors import DeadlineError, RunError
+from dataflow.folder.faults import FILE
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.live.looks import Looks
+from dataflow.live.marks import Marks
+from dataflow.live.series import MOST_SERIES, Metrics
+
+LOSS = "trainer/loss"
+
+
+def test_a_line_that_is_half_written_is_read_once_it_is_whole(folder: RunFolder) -> None:
+    metrics = Metrics(folder)
+    assert metrics.look() == 1.0 and metrics.points(LOSS, 100)["steps"] == [1, 2, 3, 4, 5, 6]
+    with folder.metrics.open("a") as file:
+        file.write('ner", "loss": 0.125}\n')
+    assert metrics.look() == 1.0
+    assert metrics.points(LOSS, 100)["steps"][-1] == 7 and metrics.points(LOSS, 100)["values"][-1] == 0.125
+
+
+def test_steps_that_are_made_again_take_the_place_of_those_before(folder: RunFolder) -> None:
+    metrics = Metrics(folder)
+    metrics.look()
+    metrics.take({"step": 4, "node": "trainer", "loss": 9.0})
+    assert metrics.points(LOSS, 100)["steps"] == [1, 2, 3, 4] and metrics.points(LOSS, 100)["values"][-1] == 9.0
+    assert metrics.restarts == [4]
+    metrics.take({"step": 4, "node": "eval", "eval_accuracy": 0.5})
+    metrics.take({"step": 4, "node": "eval", "eval_accuracy": 0.5})
+    assert metrics.restarts == [4] and metrics.rounds == [4], "a round that is recorded again is no return"
+
+
+def test_what_is_no_number_is_told_as_missing_and_a_line_of_anything_is_passed_over(folder: RunFolder) -> None:
+    metrics = Metrics(folder)
+    for line in ({}, {"step": None}, {"step": "1"}, {"step": True}, {"step": 1e400}, {"step": float("nan")}):
+        metrics.take(line)
+    assert metrics.changes == 0
+    metrics.take({"step": 1, "node": "t", "kl": 0.5, "x": [1], "y": "z", "deep": {"a": {"b": {"c": {"d": 1}}}}})
+    metrics.take({"step": 2, "node": "t", "kl": None, "big": 10**400})
+    assert [each["key"] for each in metrics.names()] == ["t/kl"]
+    assert metrics.points("t/kl", 10)["missing"] == 1
+    with pytest.raises(LookupError, match="no series"):
+        metrics.points("t/none", 10)
+
+
+def test_series_are_bounded_in_number_and_in_points(folder: RunFolder) -> None:
+    metrics = Metrics(folder, most_points=2000)
+    metrics.take({"step": 0, "node": "t", **{f"n{at}": 1 for at in range(MOST_SERIES + 50)}})
+    assert len(metrics.names()) == MOST_SERIES and metrics.left_out == 50
+    metrics = Metrics(folder, most_points=2000)
+    for step in range(5000):
+        metrics.take({"step": step, "node": "t", "loss": 100.0 if step == 777 else step % 7})
+    found = metrics.points("t/loss", 300)
+    assert found["of"] <= 3000 and len(found["steps"]) <= 300
+    assert max(found["values"]) == 100.0 and found["steps"][0] == 0 and found["steps"][-1] == 4999
+    zoomed = metrics.points("t/loss", 300, 700, 800)
+    assert zoomed["steps"][0] >= 700 and zoomed["steps"][-1] <= 800 and max(zoomed["values"]) == 100.0
+
+
+def test_shares_at_work_are_series_over_the_steps_of_the_activity(folder: RunFolder) -> None:
+    for seconds, busy, step in ((0.0, 0.0, 0), (10.0, 4.0, 2), (20.0, 12.0, 5)):
+        said = {"replicas": 2, "busy": busy}
+        folder.note_activity(seconds, {"g": said, "trainer": {"busy": busy / 8, "step": step}})
+    metrics = Metrics(folder)
+    metrics.look()
+    assert metrics.points("g/busy_share", 10) == {"steps": [2, 5], "values": [0.2, 0.4], "of": 2, "missing": 0}
+    assert metrics.points("/efficiency", 10)["values"] == [0.2, 0.4]
+
+
+def test_faults_stand_at_the_step_that_was_the_last_before_them(folder: RunFolder) -> None:
+    with Ledger.open(folder.ledger, readonly=True) as ledger:
+        times = ledger.step_times("trainer")
+        assert [step for step, _ in times] == [1, 2, 3, 4, 5, 6] and ledger.step_times("trainer", 4) == times[4:]
+    line = {"worker": "g-0", "cause": "was killed", "attempt": 0, "noticed_s": 0.1, "rollouts_again": 0}
+    for at in (times[0][1] - 50, times[3][1], "never"):
+        folder.extras.append(folder.path / FILE, json.dumps({**line, "at": at, "recovered_s": 1.0}))
+    folder.extras.append(folder.path / FILE, json.dumps({"at": 1e12}))
+    found = Marks(folder).look([3], [0, 6])
+    assert found["faults"][0]["step"] == 0 and found["faults"][-1]["step"] == 6
+    assert found["faults"][1]["step"] in (4, 5, 6) and found["faults"][2]["step"] is None
+    assert found["restarts"] == [3] and found["rounds"] == [0, 6] and "g-0 was killed" in found["faults"][0]["text"]
+
+
+def told(rows: int, busy: float) -> dict[str, Any]:
+    heartbeat = {
+        "nodes": {"generator": {"seconds": {"busy": busy, "idle": 1.0, "blocked": 0.0}, "rows_in": rows,
+                                    "rows_out": rows * 8, "status": {"version": 3}, "ended": False, "blocked": False}},
+        "edges": {"prompts>generator:prompts": [4, 8]},
+    }  # fmt: skip
+    worker = {"state": "ready", "pid": 0, "silent_s": 0.1, "heartbeat": heartbeat, "nodes": ["generator"]}
+    return {"phase": "training", "draining": False, "step": 6, "steps": 9, "still_s": 0.2, "pid": 0, "history": {},
+            "workers": {"generator-0": worker}}  # fmt: skip
+
+
+def test_a_run_under_way_is_told_by_its_scheduler_once_for_all_who_ask(folder: RunFolder) -> None:
+    now, asked = [100.0], []
+    answers = iter([told(10, 1.0), told(30, 2.0), told(5, 0.1)])
+
+    def ask(where: RunFolder, patience_s: float) -> Mapping[str, Any]:
+        asked.append(patience_s)
+        return next(answers)
+
+    looks = Looks(folder, ask, clock=lambda: now[0])
+    first = looks.look()
+    assert first["state"] == "under way" and first["step"] == 6 and "Nothing is wrong" in first["sentence"]
+    assert next(n for n in first["nodes"] if n["name"] == "generator")["shares"] is None, "nothing is measured yet"
+    assert looks.look() is first and len(asked) == 1, "a second page asks nobody again"
+    now[0] += 2.0
+    node = next(n for n in looks.look()["nodes"] if n["name"] == "generator")
+    assert node["rows_in_s"] == 10.0 and node["rows_out_s"] == 80.0 and node["version"] == 3
+    assert node["shares"] == {"busy": 0.5, "blocked": 0.0, "idle": 0.0}, "the rest is nobody's"
+    edge = next(e for e in looks.look()["edges"] if e["to"] == "generator")
+    assert (edge["depth"], edge["capacity"], edge["rows_s"]) == (4, 8, 10.0)
+    now[0] += 2.0
+    node = next(n for n in looks.look()["nodes"] if n["name"] == "generator")
+    assert node["shares"] is None, "its worker counts from nothing again"
+
+
+def test_a_run_that_nobody_leads_is_told_from_its_folder(folder: RunFolder) -> None:
+    def silent(where: RunFolder, patience_s: float) -> Mapping[str, Any]:
+        raise DeadlineError("it has not answered")
+
+    def gone(where: RunFolder, patience_s: float) -> Mapping[str, Any]:
+        raise RunError("takes no commands")
+
+    for seconds in (0.0, 4.0):
+        said = {"rows_in": seconds, "rows_out": 2 * seconds, "busy": seconds / 2, "idle": 0.0, "blocked": 0.0}
+        folder.note_activity(seconds, {"generator": {"replicas": 1, **said}})
+    assert Looks(folder, gone).look()["state"] == "not finished"
+    folder.write_json("times.json", {"outcome": "finished", "seconds": 4.0})
+    found = Looks(folder, gone).look()
+    assert found["state"] == "finished" and found["over_s"] == 4.0
+    node = next(n for n in found["nodes"] if n["name"] == "generator")
+    assert node["shares"] == {"busy": 0.5, "blocked": 0.0, "idle": 0.0} and node["rows_out_s"] == 2.0
+    assert next(n for n in found["nodes"] if n["name"] == "prompts")["shares"] is None
+    silenced = Looks(folder, silent).look()
+    assert silenced["state"] == "silent" and "not answered" in silenced["sentence"]
+
+
+def test_a_folder_that_holds_nothing_is_shown_as_nothing(tmp_path: Any) -> None:
+    def gone(where: RunFolder, patience_s: float) -> Mapping[str, Any]:
+        raise RunError("takes no commands")
+
+    folder = RunFolder(tmp_path)
+    assert Looks(folder, gone).look()["nodes"] == [] and Metrics(folder).look() == 1.0
+    assert Marks(folder).look([], [])["faults"] == []
