@@ -134,7 +134,7 @@ def _count_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightWriter |
     def arrive(end: WeightWriter | WeightReader) -> bool:
         if on_the_way[inbox(end.socket)] <= 0:
             return False
-        if not end.socket.poll(500):
+        if not end.socket.poll(3000):
             on_the_way[inbox(end.socket)] = 0
         return True
 
