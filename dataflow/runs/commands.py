@@ -77,7 +77,8 @@ def export_run(
     folder = RunFolder.open(run)
     place = out or Path(f"{folder.path.name}-{'pairs' if pairs else 'rollouts'}")
     found = export(folder, to, place, pairs=pairs, by=by)
-    print(f"wrote {place}: {', '.join(f'{count:,} rows {split}' for split, count in found.rows.items())}")
+    what = "{:,} pairs" if pairs else "{:,} rows {}"
+    print(f"wrote {place}: {', '.join(what.format(count, split) for split, count in found.rows.items())}")
     for note in found.notes:
         print(f"note: {clean(note)}")
     return 0
