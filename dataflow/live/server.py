@@ -25,6 +25,10 @@ READERS = 4
 log = logging.getLogger(__name__)
 
 
+_TURNS = 5
+"""Of the loop: a client that was just accepted is served by then, and one that was let go has its socket closed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Response:
     """What goes back."""
@@ -88,12 +92,15 @@ class PageServer:
 
     async def close(self) -> None:
         """Listen no more, and let go who is being answered."""
+        await _pass_turns()  # one that is being accepted, or cancelled before it is served, would leave its socket open
         if self._server is not None:
             self._server.close()
+        await _pass_turns()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._bounds.ask_s)
+        await _pass_turns()
         self._pool.shutdown(wait=False)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,6 +167,11 @@ class PageServer:
             part = await loop.run_in_executor(self._pool, body.read, SLICE_BYTES)
         writer.transport.set_write_buffer_limits(high=0)
         await writer.drain()
+
+
+async def _pass_turns() -> None:
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
 def parse(head: bytes) -> PageRequest | None:
