@@ -190,14 +190,12 @@ def _dtype(kind: DeviceKind) -> str:
 def described(constants: Constants) -> str:
     """For people: a line for each kind of operator."""
     found = []
-    every = [(role, rates, "") for role, rates in (("generator", constants.generator), ("learner", constants.learner))]
-    for role, by_threads in constants.threaded.items():
-        every = [each for each in every if each[0] != role]
-        every += [
-            (role, rates, f" with {threads} thread{'s' if threads > 1 else ''}")
-            for threads, rates in by_threads.items()
-        ]
-    for role, rates, threads in sorted(every, key=lambda each: each[0]):
+    roles = (("generator", constants.generator), ("learner", constants.learner))
+    every = [
+        (role, many, of) for role, rates in roles for many, of in (constants.threaded.get(role) or {0: rates}).items()
+    ]
+    for role, many, rates in every:
+        threads = f" with {many} thread{'s' if many > 1 else ''}" if many else ""
         each = "decode step" if role == "generator" else "step"
         of = (rates.row_s, "rollout") if role == "generator" else (rates.token_s, "token")
         spent = [f"{1e3 * rates.step_s:.3g} ms a {each}", f"{1e6 * of[0]:.3g} us a {of[1]} in it"]
