@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 from rich.markup import escape
 
-from dataflow.agent.hosted import HOSTED
+from dataflow.agent.host_program import HOSTED
 from dataflow.display import say
 from dataflow.errors import DataflowError, GraphError
 from dataflow.folder.run_folder import RunFolder

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from dataflow.agent.hosted import HOSTED
+from dataflow.agent.host_program import HOSTED
 from dataflow.display import for_a_while, make_view
 from dataflow.errors import GraphError, Replaced
 from dataflow.folder import run_hold
@@ -33,15 +33,15 @@ from dataflow.history.launch import KEY, Launch
 from dataflow.history.resume import Begun, RecordedRun, check_same, go_on_with, has_begun, take_up
 from dataflow.history.summary import summarize
 from dataflow.history.verify import Verdict, verify
-from dataflow.launchers.hosts import RunRequest, check_hosted, hosted, program_of
+from dataflow.launchers.hosted_run import RunRequest, check_hosted, hosted, program_of
 from dataflow.launchers.launcher import Launcher
 from dataflow.limits import Limits
+from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.inputs import PlanInputs
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan, plan
-from dataflow.planning.sharing import Wishes
 from dataflow.planning.this_machine import this_machine as this_machine
 from dataflow.runs.notebook import html_of
 from dataflow.scheduler import orphans, scaling

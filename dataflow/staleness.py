@@ -1,4 +1,4 @@
-"""How far behind generation may fall: pure rules of admission and of the sweep at the trainer's door.
+"""How far behind generation may fall: pure rules of admission and of the sweep where the trainer takes groups in.
 
 Step k trains, under weights of version k - 1, the first `prompts_per_step` groups in issue order that no step
 has consumed and nobody has dropped. A group is started under version v only if

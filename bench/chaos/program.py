@@ -45,9 +45,9 @@ class Program:
         deadline = time.monotonic() + within_s
         while not holds():
             if self.is_over:
-                raise Failed(f"status {self._process.returncode} before {what}: {self.last_words()}")
+                raise Failed(f"status {self._process.returncode} before {what}: {self.output_tail()}")
             if time.monotonic() > deadline:
-                raise Failed(f"{what} did not come within {within_s:.0f} s: {self.last_words()}")
+                raise Failed(f"{what} did not come within {within_s:.0f} s: {self.output_tail()}")
             time.sleep(POLL_S)
 
     def end(self) -> None:
@@ -60,9 +60,9 @@ class Program:
         try:
             status = self._process.wait(within_s)
         except subprocess.TimeoutExpired:
-            raise Failed(f"did not end within {within_s:.0f} s: {self.last_words()}") from None
+            raise Failed(f"did not end within {within_s:.0f} s: {self.output_tail()}") from None
         if status:
-            raise Failed(f"exit status {status}: {self.last_words()}")
+            raise Failed(f"exit status {status}: {self.output_tail()}")
 
     def kill(self) -> None:
         """SIGKILL to it and to all that it started, as far as it is known; none is left."""
@@ -73,7 +73,7 @@ class Program:
         self._process.wait()
         psutil.wait_procs(found, timeout=10.0)
 
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         """The end of what it said."""
         return self._said.read_text(errors="replace")[-2000:]
 

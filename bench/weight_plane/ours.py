@@ -83,7 +83,7 @@ class OursGlooTrainer:
         self._writer.close()
 
 
-class OursLentTrainer(OursGlooTrainer):
+class OursZeroCopyTrainer(OursGlooTrainer):
     """The same without the copy: the trainer's tensors stand still until the transfer is over."""
 
     HOLD = "until_settle"

@@ -2,7 +2,7 @@
 
 ours_shm        WeightWriter and WeightReader over shared memory, as a run opens them
 ours_gloo       ShardedWriter and ShardedReader over gloo, one rank each; the trainer goes on once it has copied
-ours_gloo_lent  the same without that copy: its tensors may not change until they have left (hold="until_settle")
+ours_gloo_zero_copy  the same without that copy: its tensors may not change until they have left (hold="until_settle")
 gloo            torch.distributed.broadcast of a state dict, tensor by tensor
 gloo_p2p        torch.distributed send and recv of the same bytes in one tensor: the floor of whatever goes over gloo
 torch_shared    tensors that both processes map (share_memory_): the trainer copies in, the reader copies out
@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from bench.weight_plane.cases import PATIENCE_S, Seat
 from bench.weight_plane.ends import Announcing, ReaderEnd, Told, TrainerEnd
-from bench.weight_plane.ours import OursGlooReader, OursGlooTrainer, OursLentTrainer, OursShmReader, OursShmTrainer
+from bench.weight_plane.ours import OursGlooReader, OursGlooTrainer, OursShmReader, OursShmTrainer, OursZeroCopyTrainer
 from bench.weight_plane.ray_system import RayNumpyReader, RayNumpyTrainer, RayReader, RayTrainer
 
 SYSTEMS = (
-    "memcpy", "gloo_p2p", "ours_shm", "ours_gloo", "ours_gloo_lent", "gloo", "torch_shared", "safetensors",
+    "memcpy", "gloo_p2p", "ours_shm", "ours_gloo", "ours_gloo_zero_copy", "gloo", "torch_shared", "safetensors",
     "torch_save", "ray", "ray_numpy",
 )  # fmt: skip
 
@@ -202,7 +202,7 @@ class TorchSaveReader(Told):
 ENDS: dict[str, tuple[Callable[[Seat], TrainerEnd], Callable[[Seat], ReaderEnd]]] = {
     "ours_shm": (OursShmTrainer, OursShmReader),
     "ours_gloo": (OursGlooTrainer, OursGlooReader),
-    "ours_gloo_lent": (OursLentTrainer, OursGlooReader),
+    "ours_gloo_zero_copy": (OursZeroCopyTrainer, OursGlooReader),
     "gloo": (GlooBroadcastTrainer, GlooBroadcastReader),
     "gloo_p2p": (GlooSendTrainer, GlooSendReader),
     "torch_shared": (SharedTensorsTrainer, SharedTensorsReader),

@@ -16,9 +16,9 @@ import zmq
 from dataflow.agent import run_disk
 from dataflow.agent.digest import versions
 from dataflow.agent.environment import AgentEnvironment
+from dataflow.agent.final_notices import leave, take_back
 from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, Pause, SendSignal, Spawn, Stay
 from dataflow.agent.host_forkserver import HostForkserver
-from dataflow.agent.last_words import leave, take_back
 from dataflow.agent.messages import (
     Begin,
     Built,
@@ -78,7 +78,7 @@ class Agent:
         """address: at which the others reach this host. sockets: a private folder, which goes with the agent.
         own_folder: whether the run folder here is not the scheduler's, and others get from it what they need. Errors:
         RunError where it cannot listen at the address."""
-        self._door = ReachPort(address)
+        self._reach = ReachPort(address)
         self._files = FileServer(Path(told.folder), address, keys) if own_folder else None
         self._told, self._host, self._address, self._sockets = told, host, address, sockets
         self._line = SchedulerSocket(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
@@ -130,7 +130,7 @@ class Agent:
                 self._alone_s = now - self._heard
             self._heard, self._has_scheduler = now, True
             self._apply(message)
-        self._door.answer()
+        self._reach.answer()
         self._pass_messages()
         if self._forkserver is not None:
             self._look_at(self._forkserver)
@@ -157,7 +157,7 @@ class Agent:
                 self._relay.beat_s = message.beat_s
             case Begin():
                 if self._forkserver is None:
-                    check_reach(self._host.name, message.doors)
+                    check_reach(self._host.name, message.reach_addresses)
                     if self._files is not None:
                         run_disk.take_up(self._host.name, Path(self._told.folder), message.part)
                     self._show_workers(message.whereabouts)
@@ -221,7 +221,7 @@ class Agent:
             gpu_memory_bytes=host.gpu_memory_bytes, kind=host.kind, address=self._address, sockets=str(self._sockets),
             folder=self._told.folder, files=self._files.address if self._files else "", pid=os.getpid(),
             versions=versions(),
-            digest=self._built.digest if self._built else "", door=self._door.place,
+            digest=self._built.digest if self._built else "", reach_address=self._reach.address,
         ))  # fmt: skip
 
     def _seek(self) -> None:
@@ -261,7 +261,7 @@ class Agent:
         if self._forkserver is not None:
             self._forkserver.close()
         shutil.rmtree(self._sockets, ignore_errors=True)
-        self._door.close()
+        self._reach.close()
         if self._files is not None:
             self._files.close()
         self._line.say(Bye())

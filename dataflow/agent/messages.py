@@ -46,7 +46,7 @@ class Join:
     """Of Python, torch and the engine."""
     digest: str = ""
     """Of what it has built for a scheduler before this one; empty: nothing yet."""
-    door: str = ""
+    reach_address: str = ""
     """Where other hosts find out whether they reach it."""
 
 
@@ -111,7 +111,7 @@ class Begin:
     """As `PlanInputs` has them: all that the plan is made from beside the graph."""
     whereabouts: Mapping[str, str]
     """Of the scheduler, for workers: as `Whereabouts` has it."""
-    doors: Mapping[str, str] = field(default_factory=dict)
+    reach_addresses: Mapping[str, str] = field(default_factory=dict)
     """Of the hosts that are there, by name."""
     part: Natural = 0
     """How often the run was taken up before."""

@@ -1,4 +1,4 @@
-"""Whether hosts reach each other at the addresses that they say: each has a door, and knocks at those of the others."""
+"""Whether hosts reach each other at the addresses that they say: each listens there, and connects to all others."""
 
 import errno
 import os
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from dataflow.errors import RunError
 
-KNOCK_S = 5.0
+PROBE_S = 5.0
 """For all others to be reached."""
 _QUEUE = 4096
-"""Hosts that knock at once."""
+"""Hosts that probe at once."""
 _AT_ONCE = 128
-"""Knocks under way; a process has few files open by default."""
+"""Probes under way; a process has few files open by default."""
 _UNDER_WAY = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 
 
@@ -32,11 +32,11 @@ class ReachPort:
                 f"address or an interface of this host (DATAFLOW_AGENT_ADDRESS)"
             ) from None
         self._socket.setblocking(False)
-        self.place = f"{address}|{self._socket.getsockname()[1]}"
-        """For those who knock."""
+        self.address = f"{address}|{self._socket.getsockname()[1]}"
+        """For those who probe."""
 
     def answer(self) -> None:
-        """Let go of those who have knocked."""
+        """Let go of those who have probed."""
         while True:
             try:
                 self._socket.accept()[0].close()
@@ -44,61 +44,61 @@ class ReachPort:
                 return
 
     def close(self) -> None:
-        """Nobody is to knock any more."""
+        """Nobody is to probe any more."""
         self._socket.close()
 
 
-def unreached(doors: Mapping[str, str], within_s: float = KNOCK_S) -> dict[str, str]:
-    """Of these hosts, by name, those that this one does not reach, and why. doors: the place of each."""
+def unreached(addresses: Mapping[str, str], within_s: float = PROBE_S) -> dict[str, str]:
+    """Of these hosts, by name, those that this one does not reach, and why. addresses: of each."""
     deadline = time.monotonic() + within_s
-    waiting, found = sorted(doors.items()), {}
+    waiting, found = sorted(addresses.items()), {}
     with selectors.DefaultSelector() as selector:
         while waiting or selector.get_map():
             while waiting and len(selector.get_map()) < _AT_ONCE:
-                name, place = waiting.pop()
-                knock, number = _knock(place)
+                name, address = waiting.pop()
+                probe, number = _probe(address)
                 if number in _UNDER_WAY:
-                    selector.register(knock, selectors.EVENT_WRITE, (name, place))
+                    selector.register(probe, selectors.EVENT_WRITE, (name, address))
                 else:
-                    knock.close()
-                    found[name] = _why(place, number)
+                    probe.close()
+                    found[name] = _why(address, number)
             left_s = deadline - time.monotonic()
             for key, _ in selector.select(max(0.0, left_s)):
                 _end(selector, key, found)
             if left_s <= 0:
                 for key in list(selector.get_map().values()):
                     _end(selector, key, found, errno.ETIMEDOUT)
-                found.update((name, _why(place, errno.ETIMEDOUT)) for name, place in waiting)
+                found.update((name, _why(address, errno.ETIMEDOUT)) for name, address in waiting)
                 return found
     return found
 
 
-def _knock(place: str) -> tuple[socket.socket, int]:
-    address, _, port = place.rpartition("|")
-    knock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    knock.setblocking(False)
-    return knock, knock.connect_ex((address, int(port)))
+def _probe(address: str) -> tuple[socket.socket, int]:
+    address, _, port = address.rpartition("|")
+    probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    probe.setblocking(False)
+    return probe, probe.connect_ex((address, int(port)))
 
 
 def _end(selector: selectors.BaseSelector, key: selectors.SelectorKey, found: dict[str, str], number: int = 0) -> None:
-    """Of one knock. number: how it ended, where the kernel does not say."""
-    name, place = key.data
-    knock = key.fileobj
-    assert isinstance(knock, socket.socket), "it was registered"
-    selector.unregister(knock)
-    number = number or knock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    knock.close()
+    """Of one probe. number: how it ended, where the kernel does not say."""
+    name, address = key.data
+    probe = key.fileobj
+    assert isinstance(probe, socket.socket), "it was registered"
+    selector.unregister(probe)
+    number = number or probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    probe.close()
     if number:
-        found[name] = _why(place, number)
+        found[name] = _why(address, number)
 
 
-def _why(place: str, number: int) -> str:
-    return f"{place.rpartition('|')[0]} ({os.strerror(number)})"
+def _why(address: str, number: int) -> str:
+    return f"{address.rpartition('|')[0]} ({os.strerror(number)})"
 
 
-def check_reach(host: str, doors: Mapping[str, str]) -> None:
+def check_reach(host: str, addresses: Mapping[str, str]) -> None:
     """Refuse a run of which this host does not reach others. Errors: RunError that names them."""
-    missed = unreached({name: place for name, place in doors.items() if name != host and place})
+    missed = unreached({name: address for name, address in addresses.items() if name != host and address})
     if missed:
         where = ", ".join(f"'{name}' at {why}" for name, why in sorted(missed.items()))
         raise RunError(

@@ -1,8 +1,8 @@
 """The summary of a run as lines of styled text, and the one line that a plain display writes now and then."""
 
-from dataflow.display.screen import Line
+from dataflow.display.formatting import ASCII, Glyphs, age, clean, count, duration, known, rate, score, several, size_of
+from dataflow.display.screen import StyledLine
 from dataflow.display.snapshot import Snapshot, Summary
-from dataflow.display.words import ASCII, Glyphs, age, clean, count, duration, known, rate, score, several, size_of
 
 _FAULTS = 5
 """That are shown; the last ones."""
@@ -32,10 +32,10 @@ def plain_line(snapshot: Snapshot) -> str:
     return "  ".join([*facts, times])
 
 
-def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) -> list[Line]:
+def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) -> list[StyledLine]:
     """The closing table, the run folder and the commands that look further, for a screen of `width` cells."""
     style = "good" if summary.outcome == "finished" else "bad" if summary.outcome == "failed" else "warning"
-    head: Line = [(clean(summary.graph) or "run", "title"), (" ", ""), (clean(summary.outcome), style)]
+    head: StyledLine = [(clean(summary.graph) or "run", "title"), (" ", ""), (clean(summary.outcome), style)]
     if known(summary.steps) is not None:
         head.append((f"  {count(summary.steps)} steps in {duration(summary.wall_s, glyphs.dash)}", ""))
     rows: list[tuple[str, str, str]] = []
@@ -65,7 +65,7 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         rows.append(("staleness", f"{mean} mean, {most} max", ""))
     if known(summary.restarts):
         rows.append(("restarts", count(summary.restarts), "see faults.jsonl"))
-    found: list[Line] = [head]
+    found: list[StyledLine] = [head]
     for name, value, note in rows:
         found.append([(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])])
     for number, said in enumerate(summary.foreseen):

@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 
 from rich.cells import cell_len
 
-from dataflow.display.snapshot import EdgeSnapshot, NodeSnapshot, Snapshot
-from dataflow.display.words import (
+from dataflow.display.formatting import (
     Glyphs,
     age,
     clean,
@@ -24,9 +23,10 @@ from dataflow.display.words import (
     sparkline,
     split_bar,
 )
+from dataflow.display.snapshot import EdgeSnapshot, NodeSnapshot, Snapshot
 
-Piece: TypeAlias = tuple[str, str]
-Line: TypeAlias = list[Piece]
+Styled: TypeAlias = tuple[str, str]
+StyledLine: TypeAlias = list[Styled]
 """Pieces of text, each with the name of its style."""
 
 SPARK = 20
@@ -43,7 +43,7 @@ class Screen:
     glyphs: Glyphs = Glyphs()
 
 
-def lines(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[Line]:
+def lines(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[StyledLine]:
     """Everything about the run in at most `screen.height` lines of at most `screen.width` cells."""
     if screen.width < 8 or screen.height < 1:
         return []
@@ -64,12 +64,12 @@ def lines(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[
     return [_cut(line, screen) for line in found[: screen.height]]
 
 
-def text_of(line: Line) -> str:
+def text_of(line: StyledLine) -> str:
     """The line without its styles."""
     return "".join(text for text, _ in line)
 
 
-def _progress(snapshot: Snapshot, screen: Screen) -> Line:
+def _progress(snapshot: Snapshot, screen: Screen) -> StyledLine:
     glyphs = screen.glyphs
     step, steps = known(snapshot.step), known(snapshot.steps)
     name = clean(snapshot.graph) or "run"
@@ -89,12 +89,12 @@ def _progress(snapshot: Snapshot, screen: Screen) -> Line:
     return [*line, (counted, "strong"), ("  ", ""), (times, "")]
 
 
-def _facts(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[Line]:
+def _facts(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[StyledLine]:
     """Facts of the run, as many to a line as fit."""
     glyphs = screen.glyphs
-    facts: list[Line] = []
+    facts: list[StyledLine] = []
 
-    def add(name: str, value: str, after: Line | None = None) -> None:
+    def add(name: str, value: str, after: StyledLine | None = None) -> None:
         facts.append([(f"{name} ", "dim"), (value, "strong"), *(after or [])])
 
     if snapshot.doing:
@@ -122,8 +122,8 @@ def _facts(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list
     return _flow(facts, screen.width)
 
 
-def _flow(facts: Sequence[Line], width: int) -> list[Line]:
-    found: list[Line] = []
+def _flow(facts: Sequence[StyledLine], width: int) -> list[StyledLine]:
+    found: list[StyledLine] = []
     used = width
     for fact in facts:
         size = cell_len(text_of(fact))
@@ -136,7 +136,7 @@ def _flow(facts: Sequence[Line], width: int) -> list[Line]:
     return found
 
 
-def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Line]:
+def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[StyledLine]:
     """A line per node; where they are too many, the busiest of them in their order."""
     if not nodes or room < 2:
         return []
@@ -159,10 +159,10 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Lin
         (f" blocked {glyphs.blocked}", "hot"),
         (f" idle {glyphs.idle}", "dim"),
     ]
-    found: list[Line] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else key[:1])]]
+    found: list[StyledLine] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else key[:1])]]
     for node, name in zip(shown, names, strict=True):
         busy, blocked, idle = split_bar(node.busy, node.blocked, bar, glyphs)
-        line: Line = [(fit(name, name_width, glyphs.more), "strong"), ("  ", "")]
+        line: StyledLine = [(fit(name, name_width, glyphs.more), "strong"), ("  ", "")]
         if with_state:
             line += [(fit(clean(node.state), 9, glyphs.more), _state_style(node.state)), ("  ", "")]
         line += [(fit_right(rate(node.rate, glyphs.dash), 7) + "  ", "")]
@@ -184,7 +184,7 @@ def _state_style(state: Any) -> str:
     return "warning" if word in ("starting", "draining", "restarting", "stopping") else ""
 
 
-def _edges(edges: Sequence[EdgeSnapshot], screen: Screen) -> list[Line]:
+def _edges(edges: Sequence[EdgeSnapshot], screen: Screen) -> list[StyledLine]:
     """Depth of each edge against its capacity, two to a line where there is room."""
     if not edges:
         return []
@@ -198,10 +198,10 @@ def _edges(edges: Sequence[EdgeSnapshot], screen: Screen) -> list[Line]:
     room = cell - depth_width - 2
     name_width = min(max(cell_len(name) for name in names), max(room - 6, 6))
     bar = min(max(room - name_width - 1, 0), 20)
-    found: list[Line] = []
+    found: list[StyledLine] = []
     for at, (edge, name, depth) in enumerate(zip(edges, names, depths, strict=True)):
         full = round(_fill(edge) * bar)
-        pieces: Line = [
+        pieces: StyledLine = [
             (fit(name, name_width, glyphs.more) + " ", ""),
             (glyphs.full * full, "hot" if _fill(edge) > 0.95 else "accent"),
             (glyphs.free * (bar - full), "dim"),
@@ -229,9 +229,9 @@ def _fill(edge: EdgeSnapshot) -> float:
     return share((known(edge.depth) or 0.0) / capacity) if capacity else 0.0
 
 
-def _cut(line: Line, screen: Screen) -> Line:
+def _cut(line: StyledLine, screen: Screen) -> StyledLine:
     """The pieces that fit."""
-    kept: Line = []
+    kept: StyledLine = []
     width = screen.width
     for text, style in line:
         size = cell_len(text)

@@ -11,9 +11,9 @@ from rich.segment import Segment
 from rich.style import Style
 
 from dataflow.display.closing import plain_line, summary_lines
-from dataflow.display.screen import Line, Screen, lines, text_of
+from dataflow.display.formatting import ASCII, UNICODE, Glyphs, clean, known
+from dataflow.display.screen import Screen, StyledLine, lines, text_of
 from dataflow.display.snapshot import Snapshot, Summary
-from dataflow.display.words import ASCII, UNICODE, Glyphs, clean, known
 
 REFRESH_S = 0.5
 REWARDS_KEPT = 2_000
@@ -128,7 +128,7 @@ class LiveView:
 
     def message(self, text: str) -> None:
         """Print it above the screen, with the time."""
-        said: Line = [(time.strftime("%H:%M:%S  "), "dim"), (clean(text), "")]
+        said: StyledLine = [(time.strftime("%H:%M:%S  "), "dim"), (clean(text), "")]
         self._console.print(self._drawn([said]), soft_wrap=True)
 
     def summary(self, summary: Summary) -> None:
@@ -141,10 +141,10 @@ class LiveView:
         """Take the screen away and give the cursor back."""
         self._live.stop()
 
-    def _drawn(self, found: list[Line]) -> "_Lines":
+    def _drawn(self, found: list[StyledLine]) -> "_Lines":
         return _Lines(found, self._console.encoding)
 
-    def _lines(self) -> list[Line]:
+    def _lines(self) -> list[StyledLine]:
         width, height = self._console.size
         screen = Screen(width=width - 1, height=max(height - 3, 1), glyphs=self._glyphs)
         return lines(self._snapshot, self._rewards, screen)
@@ -153,7 +153,7 @@ class LiveView:
 class _Lines:
     """Lines as rich draws them, without its costly wrapping; signs it cannot show become question marks."""
 
-    def __init__(self, found: list[Line], encoding: str) -> None:
+    def __init__(self, found: list[StyledLine], encoding: str) -> None:
         self._found, self._encoding = found, encoding
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

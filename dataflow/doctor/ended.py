@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from dataflow.doctor.gather import process_words
+from dataflow.doctor.gather import describe_process
 from dataflow.doctor.report import ailments
 from dataflow.doctor.waiting import seconds
 from dataflow.folder.ledger import Ledger, LedgerError
@@ -23,7 +23,7 @@ def report(folder: RunFolder, why: str) -> str:
     lines = [f"{folder.path.name}: {_outcome(folder, bool(using))}", *([f"  {why}"] if why else []), "", "processes"]
     seen = processes.look([pid for pid, _ in using], 0.2)
     for pid, command in using:
-        lines.append(f"  {process_words(seen[pid])}: {command[:_MOST_COMMAND]}")
+        lines.append(f"  {describe_process(seen[pid])}: {command[:_MOST_COMMAND]}")
     if not using:
         lines.append("  none has a file of this run open")
     lines += ["", "ledger", *_ledger(folder), "", "last step", f"  {_last_step(folder)}"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.doctor import ended, report
-from dataflow.doctor.gather import gather, process_words
+from dataflow.doctor.gather import describe_process, gather
 from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
@@ -62,4 +62,4 @@ def _scheduler(folder: RunFolder, error: RunError) -> str:
     found = processes.look([int(pid)], 0.0)[int(pid)]
     if not found.state:
         return f"its scheduler (pid {pid}) has ended without an end of the run: it was killed"
-    return f"its scheduler does not answer: {process_words(found)}"
+    return f"its scheduler does not answer: {describe_process(found)}"

@@ -169,7 +169,7 @@ def _least(statuses: Iterable[Mapping[str, Any]], key: str) -> int | None:
     return min(known) if known else None
 
 
-def process_words(process: Process | None) -> str:
+def describe_process(process: Process | None) -> str:
     """A process for people."""
     if process is None:
         return "no process"

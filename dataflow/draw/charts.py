@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dataflow.draw import theme
 from dataflow.draw.axes import Point, figure, smooth, thin, ticks
 from dataflow.draw.document import document
-from dataflow.draw.words import sans_width, xml
+from dataflow.draw.labels import sans_width, xml
 
 WIDTH, HEIGHT = 420.0, 220.0
 SMOOTHED = 20

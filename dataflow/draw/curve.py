@@ -5,7 +5,7 @@ from typing import Any
 
 from dataflow.draw.axes import figure, smooth, thin, ticks
 from dataflow.draw.document import document
-from dataflow.draw.words import xml
+from dataflow.draw.labels import xml
 
 WIDTH, HEIGHT = 760.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 30.0, 64.0, 52.0

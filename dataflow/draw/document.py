@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dataflow.draw import theme
-from dataflow.draw.words import xml
+from dataflow.draw.labels import xml
 
 _CHART = (
     ".dataflow-graph .end{text-anchor:end}.dataflow-graph .middle{text-anchor:middle}"

@@ -6,8 +6,8 @@ from string import Template
 from typing import Any, TypeAlias
 
 from dataflow.draw import svg
+from dataflow.draw.labels import xml
 from dataflow.draw.picture import OperatorBox, Picture, knob_text
-from dataflow.draw.words import xml
 from dataflow.model import Model
 
 Columns: TypeAlias = dict[str, str]

@@ -7,9 +7,9 @@ from itertools import pairwise
 from dataflow.draw import frames as device_frames
 from dataflow.draw import theme
 from dataflow.draw.geometry import BackEdge, BackRoute, DrawnLayout, ForwardEdge, Point, Rect, Size, Spacing
+from dataflow.draw.labels import mono_width, sans_width, xml
 from dataflow.draw.layout import arrange
 from dataflow.draw.picture import DeviceFrame, DrawnEdge, OperatorBox, Picture, column_lines, shorten
-from dataflow.draw.words import mono_width, sans_width, xml
 
 NAME, SMALL, CODE = 13.0, 10.0, 9.5
 LINE = 12.5

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dataflow.draw import theme
 from dataflow.draw.document import document
-from dataflow.draw.words import xml
+from dataflow.draw.labels import xml
 
 WIDTH, LEFT, RIGHT, TOP, ROW = 900.0, 150.0, 96.0, 64.0, 26.0
 MOST_ROWS = 24

@@ -79,7 +79,7 @@ def read_faults(folder: Path, tell: Tell = warn) -> list[dict[str, Any]]:
     return read_lines(folder / FILE, tell)[0]
 
 
-def in_words(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+def describe_faults(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """A sentence for each fault, for people; workers that fell at once for one reason, as with a host, share one."""
     together: list[list[Mapping[str, Any]]] = []
     for line in lines:

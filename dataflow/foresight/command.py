@@ -23,10 +23,10 @@ from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.workload import PROMPT_TOKENS, Workload, read_workload
 from dataflow.graph import Graph
+from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
-from dataflow.planning.sharing import Wishes
 from dataflow.planning.this_machine import this_machine
 from dataflow.structure import Structure
 from dataflow.system.files import write_atomically

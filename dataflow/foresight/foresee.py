@@ -25,12 +25,12 @@ from dataflow.foresight.steps import check_covered
 from dataflow.foresight.training import BACKWARD
 from dataflow.foresight.workload import Workload
 from dataflow.node import Generate, Learn, Operator
+from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place
 from dataflow.planning.placement import Placement
 from dataflow.planning.plan import Plan, plan
-from dataflow.planning.sharing import Wishes
 from dataflow.structure import Structure, group_size, sources_of
 
 T = TypeVar("T", bound=Operator)

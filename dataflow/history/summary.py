@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from dataflow.display import Summary
 from dataflow.display.silence import silence
 from dataflow.folder.copies.parts import CONFIG, Copies
-from dataflow.folder.faults import in_words, read_faults, restarts
+from dataflow.folder.faults import describe_faults, read_faults, restarts
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
@@ -45,7 +45,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
         staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
         foreseen=_foreseen(folder.foreseen, steps, busy[busiest] / seconds if busiest and seconds else None),
-        restarts=restarts(folder.path), faults=tuple(in_words(read_faults(folder.path))),
+        restarts=restarts(folder.path), faults=tuple(describe_faults(read_faults(folder.path))),
         swaps=tuple(map(str, read_swaps(folder))), hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
         verdict=verdict, is_clean=is_clean, folder=str(path),
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),

@@ -14,7 +14,7 @@ from dataflow.errors import GraphError
 from dataflow.launchers.launcher import Joining
 from dataflow.planning.hosts import Host
 from dataflow.planning.this_machine import this_machine
-from dataflow.system.child import end, in_words, program
+from dataflow.system.child import describe_status, end, program
 from dataflow.system.files import tail
 
 _END_S = 5.0
@@ -84,7 +84,7 @@ class Local:
             if status is not None and host not in self._told:
                 self._told.add(host)
                 said = tail(self._log(host), 0).strip().rpartition("\n")[2]
-                found.append(f"the agent of host '{host}' {in_words(status)}: {said or 'it said nothing'}")
+                found.append(f"the agent of host '{host}' {describe_status(status)}: {said or 'it said nothing'}")
         return found
 
     def stop(self) -> None:

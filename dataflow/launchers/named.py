@@ -3,11 +3,11 @@
 import os
 from collections.abc import Callable, Mapping
 
-from dataflow.agent.hosted import HOSTED
+from dataflow.agent.host_program import HOSTED
 from dataflow.errors import GraphError, nearest
 from dataflow.launchers.launcher import Launcher
 from dataflow.launchers.local import Local, local
-from dataflow.launchers.ray_hosts import ray
+from dataflow.launchers.ray_launcher import ray
 from dataflow.launchers.slurm import Slurm
 from dataflow.launchers.torchrun import Torchrun, become_agent
 from dataflow.limits import Limits

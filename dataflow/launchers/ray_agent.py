@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.launchers.ray_bundles import host_name
-from dataflow.system.child import die_with_parent, in_words, program
+from dataflow.system.child import describe_status, die_with_parent, program
 from dataflow.system.files import tail
 
 
@@ -40,4 +40,6 @@ class RayHostAgent:
         status = self._agent.wait()
         said = tail(self._said).strip().rpartition("\n")[2]
         self._said.unlink(missing_ok=True)
-        return f"the agent of host '{self._host}' {in_words(status)}: {said or 'it said nothing'}" if status else ""
+        return (
+            f"the agent of host '{self._host}' {describe_status(status)}: {said or 'it said nothing'}" if status else ""
+        )

@@ -19,7 +19,7 @@ class BundleRequest:
     hosts: int
     bundle: Mapping[str, float]
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """For people."""
         return f"{self.hosts} hosts with {_amounts(self.bundle)} each"
 
@@ -51,7 +51,7 @@ def cannot_be_had(
 ) -> str:
     """That a placement did not come to be, with what there is. free: by node, what nobody uses."""
     return (
-        f"Ray did not find {wanted.in_words()} within {wait_s:.0f} s; there {_what_there_is(nodes, free)}; ask for "
+        f"Ray did not find {wanted.describe()} within {wait_s:.0f} s; there {_what_there_is(nodes, free)}; ask for "
         f"less, end what else runs there, add hosts, or give an autoscaler longer (wait_s)"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.folder.faults import FILE, in_words
+from dataflow.folder.faults import FILE, describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import read_swaps
@@ -72,7 +72,7 @@ class Marks:
 def _fault(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line of faults.jsonl: when, and in a sentence."""
     try:
-        (text,) = in_words([line])
+        (text,) = describe_faults([line])
     except (TypeError, ValueError):
         text = "a line of faults.jsonl that is none"
     at, back = line.get("at"), line.get("recovered_s")

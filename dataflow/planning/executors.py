@@ -61,7 +61,7 @@ class WeightPath:
     link_bytes_per_s: float | None = None
     """Of a link so slow that what changed is sent in place of everything, where that is less; None: of a faster one, or
     unknown."""
-    lent: bool = False
+    zero_copy: bool = False
     """Whether versions are sent from the trainer's weights themselves, which then change no earlier than readers have
     them."""
     whole_bytes: int | None = None
@@ -155,7 +155,7 @@ def executor_between(trainer: Placement, reader: Placement, replica: int, *, apa
     return choose(sources, [_seat(reader, replica, rank, machine=there) for rank in range(reader.ranks)])
 
 
-def lends(trainer: Placement, executor: str, *, link_bytes_per_s: float | None, copies: bool) -> bool:
+def is_zero_copy(trainer: Placement, executor: str, *, link_bytes_per_s: float | None, copies: bool) -> bool:
     """Whether a trainer's ranks send versions by an executor from its weights themselves, and not from copies of them.
 
     One rank that writes the memory in which its readers compute has copied them there. Deltas are of the version
@@ -244,7 +244,7 @@ def weight_paths(
                     ranks=reader.ranks, executor=executor, refresh=feedback.refresh, nbytes=nbytes,
                     link_bytes_per_s=link, whole_bytes=whole_bytes, host=destinations[0].machine, is_apart=is_apart,
                     is_forced=forced is not None,
-                    lent=lends(trainer, executor, link_bytes_per_s=link, copies=copies),
+                    zero_copy=is_zero_copy(trainer, executor, link_bytes_per_s=link, copies=copies),
                 )
             )  # fmt: skip
     return tuple(found)
@@ -273,7 +273,7 @@ def deltas(paths: list[WeightPath]) -> str:
 
 def from_where(paths: list[WeightPath]) -> str:
     """Of some pairs: whether versions are sent from the weights or from copies; nothing where neither are sent."""
-    if any(path.lent for path in paths):
+    if any(path.zero_copy for path in paths):
         return ", from the weights themselves: an update waits for who is taking them"
     copied = any(path.executor in COLLECTIVE or (path.trainer_ranks > 1 and path.executor in WITHIN) for path in paths)
     return ", from copies of the weights" if copied else ""

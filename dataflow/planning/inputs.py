@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dataflow.group_bytes import MESSAGE_BYTES
+from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.pins import Place
-from dataflow.planning.sharing import Wishes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import networkx as nx
 
 from dataflow.errors import GraphError
+from dataflow.planning.gpu_groups import Group, threads_of
 from dataflow.planning.hosts import Devices
 from dataflow.planning.pins import Pins, check_pins, pin_of
 from dataflow.planning.placement import Need, Placement
 from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
-from dataflow.planning.sharing import Group, threads_of
 from dataflow.planning.spreading import divisions, spread
 from dataflow.structure import Structure
 

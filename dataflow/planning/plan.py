@@ -16,11 +16,20 @@ from dataflow.planning.executors import (
     copies_of,
     executor_between,
     explain,
-    lends,
+    is_zero_copy,
     slow,
     summary,
     weight_paths,
 )
+from dataflow.planning.gpu_groups import (
+    Group,
+    Wishes,
+    awake_at_once,
+    count_gpus,
+    groups_of,
+    read_wishes,
+)
+from dataflow.planning.gpu_groups import explain as explain_turns
 from dataflow.planning.host_lines import host_lines, spread_line
 from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import digest
@@ -31,15 +40,6 @@ from dataflow.planning.pins import Place, read_place
 from dataflow.planning.placement import Need, Placement, Spot, amount
 from dataflow.planning.placing import NodeNeeds, neighbours_of, placed, workers_of
 from dataflow.planning.ranks import check_replicas, ranks_of
-from dataflow.planning.sharing import (
-    Group,
-    Wishes,
-    awake_at_once,
-    count_gpus,
-    groups_of,
-    read_wishes,
-)
-from dataflow.planning.sharing import explain as explain_turns
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, sinks_of, sources_of
 from dataflow.system.rank_places import Spreads
@@ -115,10 +115,10 @@ class Plan:
         first; none where each has its own."""
         return readers_beside(self.weight_paths, trainer, refresh, host)
 
-    def lent(self, trainer: str, executor: str) -> bool:
+    def zero_copy(self, trainer: str, executor: str) -> bool:
         """Whether an executor sends a trainer's versions from its weights themselves, which wait for readers then."""
         link = self.link(trainer, executor)
-        return lends(
+        return is_zero_copy(
             self.placements[trainer], executor, link_bytes_per_s=link, copies=trainer in self.copying
         )  # fmt: skip
 

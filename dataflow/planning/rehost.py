@@ -9,12 +9,12 @@ spread may be on several hosts again: who reads its weights has them over the ne
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from dataflow.planning.gpu_groups import at_once
 from dataflow.planning.hosts import Devices
 from dataflow.planning.placement import Placement
 from dataflow.planning.placing import NodeNeeds, host_beside, spread_rooms, unit_of
 from dataflow.planning.plan import Plan
 from dataflow.planning.rooms import Room, Unit, rooms_of, settle, shortage
-from dataflow.planning.sharing import at_once
 
 
 class Sits(Protocol):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dataflow.display.words import clean
+from dataflow.display.formatting import clean
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.records import (

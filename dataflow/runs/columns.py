@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
-from dataflow.display.words import clean, fit
+from dataflow.display.formatting import clean, fit
 
 WIDEST = 60
 """Cells of a column; what is longer is cut."""

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from dataflow.display.formatting import clean, score, size_of
 from dataflow.display.views import glyphs_for
-from dataflow.display.words import clean, score, size_of
 from dataflow.errors import GraphError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.columns import in_columns

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.display.words import clean, sparkline
+from dataflow.display.formatting import clean, sparkline
 from dataflow.draw.charts import charts_svg
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import read_swaps

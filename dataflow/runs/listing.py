@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.display.words import known
+from dataflow.display.formatting import known
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.state import State, begun_at, state_of
 from dataflow.system.files import RunFolderError, disk

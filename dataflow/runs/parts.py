@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dataflow.display.words import count, duration, score
+from dataflow.display.formatting import count, duration, score
 from dataflow.draw.charts import Chart, chart_svg
 from dataflow.runs.examples import Examples, scores_of
 from dataflow.runs.figures import Course, Figures

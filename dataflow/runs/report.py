@@ -9,7 +9,7 @@ from string import Template
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.folder.faults import in_words
+from dataflow.folder.faults import describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import Swap, read_swaps
@@ -76,7 +76,9 @@ def _faults(folder: RunFolder, swaps: tuple[Swap, ...]) -> str:
     lines = fault_lines(folder)
     body = []
     if lines:
-        body.append(f"<ul>{''.join(f'<li>{escaped(said, 500)}</li>' for said in in_words(lines)[-MOST_FAULTS:])}</ul>")
+        body.append(
+            f"<ul>{''.join(f'<li>{escaped(said, 500)}</li>' for said in describe_faults(lines)[-MOST_FAULTS:])}</ul>"
+        )
     else:
         body.append("<p>No worker ended that was not to.</p>")
     if len(lines) > MOST_FAULTS:

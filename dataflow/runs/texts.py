@@ -2,7 +2,7 @@
 
 import unicodedata
 
-from dataflow.draw.words import xml
+from dataflow.draw.labels import xml
 
 LONGEST = 4_000
 """Characters of a text that are shown."""

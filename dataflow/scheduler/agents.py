@@ -28,7 +28,15 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import HostAgent, host_of, natural, same_name, too_few, too_late, with_doors
+from dataflow.scheduler.host_agent import (
+    HostAgent,
+    host_of,
+    natural,
+    same_name,
+    too_few,
+    too_late,
+    with_reach_addresses,
+)
 from dataflow.scheduler.host_messages import HostMessages
 from dataflow.system.security import RunKeys
 
@@ -63,7 +71,7 @@ class Agents:
         """As `TakenOverForkserver` has it."""
         self._folder, self._ours = folder, versions()
         self._hosts: dict[str, HostAgent] = {}
-        self._asked: dict[str, Spawn] = {}
+        self._pending: dict[str, Spawn] = {}
         """By worker, the process that was asked for last."""
         self._events: list[Event] = []
         self.messages = HostMessages(hang_s)
@@ -122,7 +130,7 @@ class Agents:
         cannot, or has another; DeadlineError with who is late."""
         self._begin, self._built = begin, ours
         for agent in self._hosts.values():
-            self._send(agent, with_doors(begin, self._hosts))
+            self._send(agent, with_reach_addresses(begin, self._hosts))
 
         def missing() -> list[str]:
             return [name for name, agent in self._hosts.items() if agent.built is None]
@@ -147,7 +155,7 @@ class Agents:
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """As `ForkserverClient.spawn`, on the host that the settings name."""
-        self._asked[name] = message = Spawn(name, settings, heavy, keeps)
+        self._pending[name] = message = Spawn(name, settings, heavy, keeps)
         if self.messages.sits(name, settings["host"]):
             self._to_all(Pace(self.messages.beat_s))
         self._start(self._hosts[settings["host"]], message)
@@ -155,10 +163,10 @@ class Agents:
     def kill(self, name: str, number: int = signal.SIGKILL, *, forget: bool = False) -> None:
         """Send a signal to a worker. forget: it is nobody's wish any more, should its host not have heard that."""
         for host, agent in self._hosts.items():
-            if name in agent.handed or (name in self._asked and host_of(self._asked[name]) == host):
+            if name in agent.handed or (name in self._pending and host_of(self._pending[name]) == host):
                 self._send(agent, SendSignal(name, int(number)))
         if forget:
-            self._asked.pop(name, None)
+            self._pending.pop(name, None)
 
     def flush(self) -> None:
         """What was said to workers leaves, in one message to each host."""
@@ -278,7 +286,7 @@ class Agents:
         elif agent.join.digest or agent.built is not None:
             self._ask(agent, self._begin)
         else:
-            self._send(agent, with_doors(self._begin, self._hosts))
+            self._send(agent, with_reach_addresses(self._begin, self._hosts))
         self._send(agent, Pace(self.messages.beat_s))
         if self._stay is not None:
             self._send(agent, self._stay)
@@ -327,7 +335,7 @@ class Agents:
         for worker in agent.handed:
             self.messages.sits(worker, name)
         self._joined(name, agent)
-        for asked in self._asked.values():
+        for asked in self._pending.values():
             if host_of(asked) == name and asked.name not in agent.handed:
                 self._start(agent, asked)  # it was lost on its way
 
@@ -357,7 +365,7 @@ class Agents:
     def _forget(self, host: str) -> None:
         """What was asked of a host is nobody's wish any more."""
         self._socket.forget(self._hosts[host].identity)
-        self._asked = {worker: each for worker, each in self._asked.items() if host_of(each) != host}
+        self._pending = {worker: each for worker, each in self._pending.items() if host_of(each) != host}
 
     # Messages
 

@@ -24,7 +24,7 @@ from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import SwapNode, answer
 from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.swaps import policy as swapping
-from dataflow.scheduler.swaps.asking import Asking
+from dataflow.scheduler.swaps.swap_requests import SwapRequests
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.files import only_told
 from dataflow.system.security import RunKeys
@@ -32,7 +32,7 @@ from dataflow.worker.host import Settings
 
 NAME = "scheduler"
 """In faults.jsonl."""
-_LAST_WORDS_S = 1.0
+_DRAIN_S = 1.0
 """For what a worker sent before it ended to arrive, whatever the others send meanwhile."""
 _FEW, _LOOKED_AT_A_SECOND = 256, 20_000
 """Of workers above so many, the deadlines of so many are looked at in a second."""
@@ -84,7 +84,7 @@ class Scheduler:
         self.snapshot = SnapshotFile(server.left, {"table": self.table.to_plain}, server.number, self._clock)
         server.ahead, server.told = self._leave_snapshot, self.notices.append
         self.stall_watch = StallWatch(self.table, server.send, settings, clock)
-        self._asking = Asking(
+        self._swap_requests = SwapRequests(
             self.table, server, lambda record: self._of(record, record.host),
             swap_in=lambda swap: self._apply(events.SwapIn(swap)), reply=server.reply, clock=clock,
         )  # fmt: skip
@@ -137,7 +137,7 @@ class Scheduler:
         self._receive(messages)
         for client, request in requests:
             if isinstance(request, SwapNode):
-                self._asking.ask(client, request)
+                self._swap_requests.ask(client, request)
                 continue
             self._server.reply(client, answer(request, self.scale, self.stall_watch.answer, self.wish_drain))
         for event in told:
@@ -145,7 +145,7 @@ class Scheduler:
         if self._wish and not self.table.run.draining:
             self._apply(events.Drain())
         self._pass_time()
-        self._asking.look()
+        self._swap_requests.look()
         self.notices += self.stall_watch.look()
 
     def _pass_time(self) -> None:
@@ -202,7 +202,7 @@ class Scheduler:
 
     def _receive(self, messages: Iterable[Message]) -> None:
         for name, message in messages:
-            if not self._asking.hear(name, message):
+            if not self._swap_requests.hear(name, message):
                 self._apply(events.Received(name, message))
 
     def _note(self, event: Mapping[str, Any]) -> None:
@@ -226,10 +226,10 @@ class Scheduler:
     def _note_process(self, event: Mapping[str, Any]) -> None:
         record = self.table.workers.get(event["name"])
         if event["event"] == "exited":
-            self._asking.ended(event["name"])
+            self._swap_requests.ended(event["name"])
         failed = event["event"] == "exited" and event["status"] > 0
         if failed and record is not None and record.is_live and record.life not in (Life.DYING, Life.ENDING):
-            self._receive(self._server.last_words(_LAST_WORDS_S))
+            self._receive(self._server.drain(_DRAIN_S))
         self._apply(events.ProcessEvent(event["name"], event["event"], event["status"], event.get("host", "")))
 
     def _apply(self, event: events.Event) -> None:

@@ -42,7 +42,7 @@ _LIVES_S = 0.25
 _REMEMBERED = 100
 _LEFT = "left"
 """In the run folder, where the run has hosts: what a scheduler leaves for another one, be it on another host."""
-_TAKEOVER = "door"
+_TAKEOVER = "takeover"
 """In the folder: where the next scheduler asks for the workers."""
 
 
@@ -135,7 +135,7 @@ class ControlServer:
         Replaced."""
         self._events += self._forkserver.events()
 
-    def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+    def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
         """What workers send until nobody sends anything for `pause_s`, or for `wait_s`."""
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and self._router.poll(int(pause_s * 1000)):
@@ -318,8 +318,8 @@ class HostsControlServer(ControlServer):
         if not isinstance(message, Heard):
             super().send(to, message)
 
-    def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
-        """As `ControlServer.last_words`; an agent tells of an end after what it has heard before."""
+    def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+        """As `ControlServer.drain`; an agent tells of an end after what it has heard before."""
         yield from self._heard()
 
     def _say(self, to: str, encoded: bytes) -> None:

@@ -30,12 +30,12 @@ class Questions:
 
     def ask(self) -> int:
         """The number of another one."""
-        self._asked += 1
-        return self._asked
+        self._pending += 1
+        return self._pending
 
     def outdate(self) -> None:
         """Answers to what was asked so far do not count."""
-        self._outdated = self._asked
+        self._outdated = self._pending
 
     def counts(self, question: int) -> bool:
         """Whether the answer to it does."""
@@ -44,7 +44,7 @@ class Questions:
     @property
     def is_open(self) -> bool:
         """Whether an answer that counts is on its way, or has come."""
-        return self._asked > self._outdated
+        return self._pending > self._outdated
 
 
 @dataclass
@@ -118,9 +118,11 @@ class HostAgent:
         }  # fmt: skip
 
 
-def with_doors(begin: Begin, hosts: Mapping[str, HostAgent]) -> Begin:
+def with_reach_addresses(begin: Begin, hosts: Mapping[str, HostAgent]) -> Begin:
     """What a host is to build, and whom it has to reach."""
-    return replace(begin, doors={name: each.join.door for name, each in hosts.items() if not each.has_left})
+    return replace(
+        begin, reach_addresses={name: each.join.reach_address for name, each in hosts.items() if not each.has_left}
+    )
 
 
 def host_of(spawn: Spawn) -> str:

@@ -19,7 +19,7 @@ The life of a worker, attempt by attempt; `Membership`, its place in the graph, 
 
     exited, and its membership is STOPPING ---> GONE, and LEFT
     a scheduler takes over:  READY, ENDING and alive: stay;  not at work and alive: DYING;  ended: DOWN, GONE
-    its host is lost:        DOWN, or GONE where it had ended; of what that host still says nothing counts (`hosting`)
+    its host is lost:        DOWN, or GONE where it had ended; what that host still says does not count (`host_policy`)
 
 Before all were READY once the first fault ends the run. What is sent to a worker that is not wired yet is left out, as
 `Wire` will tell it; what is sent to one that has not found this scheduler waits until it speaks.
@@ -29,7 +29,7 @@ from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
-from dataflow.scheduler import addresses, events, failover, hosting, lifecycle, recovery, scaling
+from dataflow.scheduler import addresses, events, failover, host_policy, lifecycle, recovery, scaling
 from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker import messages
@@ -44,11 +44,11 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
         case events.TakeOver():
             commands = failover.take_over(table, event.processes, now)
         case events.HostJoined():
-            commands = hosting.joined(table, event, now)
+            commands = host_policy.joined(table, event, now)
         case events.HostHeard():
-            hosting.heard(table, event.host, now)
+            host_policy.heard(table, event.host, now)
         case events.HostLost():
-            commands = hosting.lost(table, event.host, event.cause, now)
+            commands = host_policy.lost(table, event.host, event.cause, now)
         case events.Received():
             commands = _received(table, event.name, event.message, now)
         case events.ProcessEvent():
@@ -210,7 +210,7 @@ def _to_nodes(table: Table, said: list[messages.NodeCommand]) -> list[events.Com
 
 def _process(table: Table, event: events.ProcessEvent, now: float) -> list[events.Command]:
     record = table.workers.get(event.name)
-    if record is None or not hosting.counts(table, record, event.host):
+    if record is None or not host_policy.counts(table, record, event.host):
         return []
     stopped_since, record.stopped_since = record.stopped_since, None
     if event.what == "started":
@@ -264,7 +264,7 @@ def _watch(table: Table, now: float) -> list[events.Command]:
     """Whoever stands still or hangs, and what takes too long."""
     before, table.watched_at = table.watched_at, now
     was_stopped = now - before > table.limits.hang_s  # the scheduler itself, and perhaps the workers with it
-    commands = hosting.watch(table, now, was_stopped=was_stopped)
+    commands = host_policy.watch(table, now, was_stopped=was_stopped)
     for record in table:
         if was_stopped:
             record.heard_at = now

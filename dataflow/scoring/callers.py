@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from dataflow.scoring.calls import PoolSettings
-from dataflow.scoring.checks import describe
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer, Pool
 from dataflow.scoring.process import Encode
+from dataflow.scoring.return_values import describe
 from dataflow.scoring.values import pack, prepare
 
 

@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 
 from dataflow.records import AnyArray
 from dataflow.scoring.calls import Call
-from dataflow.scoring.checks import Check, Unscored, checker, shown
 from dataflow.scoring.knobs import ScorerKnobs
+from dataflow.scoring.return_values import Check, Unscored, checker, shown
 
 _COUNT = struct.Struct("<I")
 

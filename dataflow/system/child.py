@@ -167,7 +167,7 @@ def end(child: Child, within_s: float) -> int:
     return child.wait()
 
 
-def in_words(status: int) -> str:
+def describe_status(status: int) -> str:
     """How a process ended, by its exit status."""
     return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
 

@@ -180,7 +180,7 @@ class Ports:
             return _WriterOpener(open_shards, sites)
 
         def open_writer(tensors: Mapping[str, Any], _: object) -> WeightsOut:
-            from transport.weights.encoder import EncodedWriter, Encoder
+            from transport.weights.tensor_encoder import EncodedWriter, Encoder
 
             encoder = Encoder(self._encoding(trainer, refresh), tensors)
             ends = [self._writer(place, encoder.layout) for place in places]

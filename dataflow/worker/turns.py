@@ -58,7 +58,7 @@ class Turns:
         self._nodes, self._node, self._own = nodes, node, nodes.index(node)
         self._others = [number for number in range(len(nodes)) if number != self._own]
         self._locks, self._turn = ByteLocks(path), ByteLocks(path)
-        self._asks, self._door = len(nodes), 2 * len(nodes)
+        self._asks, self._entry = len(nodes), 2 * len(nodes)
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -122,17 +122,17 @@ class Turns:
         return self.awake and any(self._locks.is_taken(self._asks + number) for number in self._others)
 
     def _take(self) -> bool:
-        """Behind a door that one process at a time goes through: look that nobody else is awake, and be it."""
+        """Under a lock that one process at a time holds: look that nobody else is awake, and be it."""
         if not self.waiting:
             self._wait(True)
-        if not self._locks.take(self._door, alone=True):
+        if not self._locks.take(self._entry, alone=True):
             return False
         try:
             if any(self._locks.is_taken(number) for number in self._others):
                 return False
             self.awake = self._turn.take(self._own, alone=False)
         finally:
-            self._locks.drop(self._door)
+            self._locks.drop(self._entry)
         if self.awake:
             self._wait(False)
         return self.awake

@@ -126,7 +126,7 @@ class WeightLines:
         site = {
             "protocol": ROUNDS if shards else SEGMENTS, "executor": executor, "folder": self._settings.sockets,
             "address": address, "name": name, "link_bytes_per_s": self._plan.link(trainer, executor),
-            "lent": self._plan.lent(trainer, executor),
+            "zero_copy": self._plan.zero_copy(trainer, executor),
         }  # fmt: skip
         is_link = self._has_hosts and executor in COLLECTIVE
         return site | ({"host": self._settings.listen, "keys": dict(self._settings.keys)} if is_link else {})

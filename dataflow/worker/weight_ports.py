@@ -96,7 +96,7 @@ def shards_writer(
     listeners: dict[str, "CoordinatorSocket"] | None = None,
 ) -> "ShardedWriter":  # fmt: skip
     """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow link what changed, from
-    copies of the tensors or, where they are lent, from these.
+    copies of the tensors or, where they are sent without one, from these.
 
     listeners: by address, of rank 0; one that is taken is taken out."""
     from transport.weights import ShardedWriter
@@ -108,7 +108,7 @@ def shards_writer(
         writer = functools.partial(DeltaWriter, link_bytes_per_s=link)
     return writer(
         layout, rank, site["address"], ranks=ranks, backend=site["executor"], device=_memory(site, device),
-        hold="until_settle" if site["lent"] else "snapshot", deadlines=_deadlines(limits), attempt=attempt,
+        hold="until_settle" if site["zero_copy"] else "snapshot", deadlines=_deadlines(limits), attempt=attempt,
         clock=AwakeClock(), host=_host(site), listener=(listeners or {}).pop(site["address"], None),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.precision import Sliced, quantise
 from operators.engine.precision.intake import Intake
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.self_test import adapt
 from operators.engine.stop_strings import StopStrings, end_tokens, split
 from operators.models.loading import load_merged, load_tokenizer

@@ -25,7 +25,7 @@ from operators.engine.parking import Parked, to_park
 from operators.engine.prefill import Fused, NewRow, lay_out
 from operators.engine.results import EndedRollout, PromptStart, Row, begun
 from operators.engine.rows import Rows, put
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.models.heap import trim_memory
 

@@ -19,7 +19,7 @@ from dataflow.tokens.sampling_mask import SamplingMask
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.pages import PAGE, pages_for
 from operators.engine.results import EndedRollout, Row
-from operators.engine.sampling import RowSampling, Sampling
+from operators.engine.sampling_params import RowSampling, Sampling
 from operators.engine.stop_strings import StopStrings
 
 FIRST_TOKENS = 32

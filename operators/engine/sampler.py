@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from operators.engine.sampling import RowSampling, Sampling
+from operators.engine.sampling_params import RowSampling, Sampling
 from operators.engine.truncation import block_sums, block_width, left_out
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from operators.engine.sampling import RowSampling
+from operators.engine.sampling_params import RowSampling
 
 NUCLEI = (64, 1024)
 """Numbers of likeliest tokens among which a CPU looks for the nucleus of top-p before it sorts the vocabulary."""

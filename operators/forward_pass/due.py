@@ -16,7 +16,7 @@ that feeds this operator.
    before it have, so it makes a step, drops more, or waits for this very group. By induction each gets its turn.
    Where no groups were dropped this second rule allows nothing that the first one forbids.
 
-Groups that wait do not stand in the way of others: the runtime takes whatever is due, and refuses none at its door.
+Groups that wait do not stand in the way of others: the runtime takes whatever is due, and refuses none.
 """
 
 from collections.abc import Mapping

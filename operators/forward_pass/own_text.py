@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from dataflow.errors import OperatorError
 from dataflow.records import COMPLETION, GROUP_ID, MASK, PROMPT, TOKENS, AnyArray, list_lengths
-from operators.forward_pass.asked import Asked, lists
 from operators.forward_pass.knobs import RewardKnobs
 from operators.forward_pass.own_tokens import disagreement
+from operators.forward_pass.query import ModelQuery, lists
 from operators.forward_pass.texts import Laid, lay_out, read_ends, step_ends, tokens_at
 from operators.training.learner.learner import Forward
 
@@ -43,7 +43,7 @@ class OwnText:
                 f"fast tokenizer (tokenizer.json), or per='rollout'"
             )
 
-    def ask(self, rows: pa.RecordBatch) -> Asked:
+    def ask(self, rows: pa.RecordBatch) -> ModelQuery:
         """The texts that can be laid out and are short enough. Raises OperatorError when the tokens are another's."""
         self._check(rows)
         failures: dict[int, str] = {}
@@ -64,7 +64,7 @@ class OwnText:
                 failures[row] = str(error)
         return _asked(rows, sequences, failures)
 
-    def column(self, rows: pa.RecordBatch, asked: Asked, numbers_S: AnyArray) -> pa.Array:
+    def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """Float64 [R], or lists over the rollout's tokens with each step's number at its last token."""
         if self._declaration.per == "rollout":
             return pa.array(numbers_S[asked.offsets[1:] - 1].astype(np.float64))
@@ -137,14 +137,14 @@ class _Sequence:
     """Tokens of the rollout that they belong to."""
 
 
-def _asked(rows: pa.RecordBatch, sequences: dict[int, _Sequence], failures: dict[int, str]) -> Asked:
+def _asked(rows: pa.RecordBatch, sequences: dict[int, _Sequence], failures: dict[int, str]) -> ModelQuery:
     """A token more at the end of each, which is not computed: a number is read at the one before that asked for."""
     row_R = np.array(list(sequences), np.int64)
     tokens, read = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
     for sequence in sequences.values():
         tokens.append(np.r_[sequence.tokens, 0])
         read.append(np.isin(np.arange(len(sequence.tokens) + 1), sequence.read + 1))
-    return Asked(
+    return ModelQuery(
         tokens_S=np.concatenate(tokens), read_S=np.concatenate(read),
         offsets=np.r_[0, np.cumsum([len(each) for each in tokens[1:]])].astype(np.int64),
         groups_R=rows.column(GROUP_ID).to_numpy()[row_R], row_R=row_R,

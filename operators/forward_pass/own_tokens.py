@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from dataflow.errors import OperatorError
 from dataflow.records import COMPLETION, LOGPROBS, MASK, TOKENS, AnyArray, list_lengths
-from operators.forward_pass.asked import Asked, lists
+from operators.forward_pass.query import ModelQuery, lists
 from operators.training.learner.learner import Forward
 from operators.training.learner.rows import step_rows
 
@@ -28,14 +28,14 @@ class OwnTokens:
         embedding = forward.module.get_input_embeddings()
         self._vocabulary = int(getattr(embedding, "num_embeddings", len(embedding.weight)))
 
-    def ask(self, rows: pa.RecordBatch) -> Asked:
+    def ask(self, rows: pa.RecordBatch) -> ModelQuery:
         """Those rows that are short enough. Raises OperatorError when the tokens are not this model's."""
         lengths = list_lengths(rows.column(TOKENS))
         fits = np.ones(len(lengths), bool) if self._most is None else lengths <= self._most
         found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
         left = found.tokens.sampling_mask
         self._check(rows, found.tokens.ids if left is None else np.r_[found.tokens.ids, left.ids])
-        return Asked(
+        return ModelQuery(
             tokens_S=found.tokens.ids, read_S=found.chosen_S, offsets=found.offsets, groups_R=found.groups_R,
             row_R=np.flatnonzero(fits), left_S=left,
             failures={
@@ -44,7 +44,7 @@ class OwnTokens:
             },
         )  # fmt: skip
 
-    def column(self, rows: pa.RecordBatch, asked: Asked, numbers_S: AnyArray) -> pa.Array:
+    def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """A number per token, 0 where the policy chose none."""
         return lists(numbers_S, asked.offsets)
 

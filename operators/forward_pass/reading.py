@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from dataflow.model import Model
-from operators.forward_pass.asked import Reading
 from operators.forward_pass.knobs import ForwardKnobs, LogprobsKnobs, RewardKnobs
 from operators.forward_pass.own_text import OwnText
 from operators.forward_pass.own_tokens import OwnTokens
+from operators.forward_pass.query import Reading
 from operators.models.errors import ModelError
 from operators.models.loading import load_tokenizer
 from operators.training.learner.critic import Critic

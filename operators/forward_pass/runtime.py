@@ -26,9 +26,9 @@ from dataflow.records import (
 )
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.values import error_column
-from operators.forward_pass.asked import Asked, Reading
 from operators.forward_pass.due import Known, is_due, is_first, needed
 from operators.forward_pass.knobs import ForwardKnobs
+from operators.forward_pass.query import ModelQuery, Reading
 from operators.models.read_weights import ReadWeights
 from operators.training.learner.packing import pack, split
 from operators.training.learner.rows import usable
@@ -64,7 +64,7 @@ class _Round:
     """Of the weights that compute them."""
     good: AnyArray
     """Its rows that have not failed, int64."""
-    asked: Asked | None
+    asked: ModelQuery | None
     """None: none is good."""
     parts: list[AnyArray]
     """Micro-batches to come: indices into R."""
@@ -307,7 +307,7 @@ def _cost(rows: pa.RecordBatch) -> int:
     return int(written + max(0, lengths.max(initial=0) - written // max(1, len(lengths))))
 
 
-def _not_finite(asked: Asked, numbers_S: AnyArray) -> list[int]:
+def _not_finite(asked: ModelQuery, numbers_S: AnyArray) -> list[int]:
     """Sequences that have a number which is none."""
     wrong = np.flatnonzero(~np.isfinite(numbers_S))
     return np.unique(np.searchsorted(asked.offsets, wrong, side="right") - 1).tolist()  # type: ignore[no-any-return]

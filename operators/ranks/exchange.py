@@ -125,7 +125,7 @@ def named(channel: Channel[Any], rank: int, parent: int, doing: str, watch: Exch
         raise
 
 
-def last_words(channel: Channel[Any], error: Exception) -> None:
+def send_failure(channel: Channel[Any], error: Exception) -> None:
     """In another rank: tell rank 0 of the error that ends it."""
     with contextlib.suppress(OSError):
         channel.send(Failed(type(error).__name__, f"{type(error).__name__}: {error}"))

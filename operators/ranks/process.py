@@ -11,7 +11,7 @@ from typing import Any
 from dataflow.system.channel import Channel
 from dataflow.system.messages import Codec
 from operators.ranks import group
-from operators.ranks.exchange import last_words
+from operators.ranks.exchange import send_failure
 
 
 def run_rank(end: int, codec: Codec[Any], wait_s: float, work: Callable[[Channel[Any]], None]) -> int:
@@ -26,7 +26,7 @@ def run_rank(end: int, codec: Codec[Any], wait_s: float, work: Callable[[Channel
         work(channel)
     except Exception as error:
         traceback.print_exc()
-        last_words(channel, error)
+        send_failure(channel, error)
         return 1
     finally:
         channel.close()

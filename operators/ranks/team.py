@@ -157,7 +157,7 @@ class Team:
             for rank in self._channels.keys() - hurt.keys():
                 if not self._channels[rank].readable(0.0):
                     continue
-                kind, said = self._last_words(rank)
+                kind, said = self._failure(rank)
                 if kind not in HURT:
                     failed[rank] = said
                 else:
@@ -189,7 +189,7 @@ class Team:
         self._channels, self._processes = {}, {}
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _last_words(self, rank: int) -> tuple[str, str]:
+    def _failure(self, rank: int) -> tuple[str, str]:
         """What a rank that has ended, or is about to, said of it: the error's type and text; empty where nothing."""
         try:
             said = self._channels[rank].receive(BLAME_S)
@@ -205,7 +205,7 @@ class Team:
     def _died(self, rank: int, said: str, doing: str) -> WorkerDied:
         process = self._processes[rank]
         child.ended_within(process, BLAME_S)
-        how = "closed its channel" if process.returncode is None else child.in_words(process.returncode)
+        how = "closed its channel" if process.returncode is None else child.describe_status(process.returncode)
         return WorkerDied(
             f"rank {rank} of '{self.node}' ({self._who(rank)}) {how} while rank 0 waited for it in {doing}"
             f"{': ' + said if said else ''}; see this worker's log"

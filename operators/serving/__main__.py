@@ -64,7 +64,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
     if faults:
         raise GraphError("; ".join(faults))
     with contextlib.ExitStack() as opened:
-        door = opened.enter_context(bind(arguments.host, arguments.port))
+        listener = opened.enter_context(bind(arguments.host, arguments.port))
         record = None if arguments.record is None else RolloutLog(arguments.record)
         if record is not None:
             opened.callback(record.close)
@@ -90,17 +90,17 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
                 timeout_graceful_shutdown=arguments.grace + LAST_ANSWERS_S,
             )
         )
-        door.listen(BACKLOG)
-        _announce(service, door, record)
+        listener.listen(BACKLOG)
+        _announce(service, listener, record)
         for ending in (signal.SIGINT, signal.SIGTERM):  # uvicorn heeds them, and hands them on here when it has ended
             signal.signal(ending, lambda *_: None)
-        asyncio.run(attend(server, service, door, grace_s=arguments.grace))
+        asyncio.run(attend(server, service, listener, grace_s=arguments.grace))
         print(f"ended; {service.recorded} rollouts were recorded", flush=True)
     return 0
 
 
-def _announce(service: Service, door: socket.socket, record: RolloutLog | None) -> None:
-    host, port = door.getsockname()[:2]
+def _announce(service: Service, listener: socket.socket, record: RolloutLog | None) -> None:
+    host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(
         f"serving '{service.model}' at http://{address}/v1, up to {service.thread.engine.context_tokens} tokens a call",

@@ -47,19 +47,19 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket at this address, not listening yet. Raises GraphError where the address cannot be had."""
     if not 0 <= port < 1 << 16:
         raise GraphError(f"there is no such port; found {port}; give --port from 0 (any that is free) to 65535")
-    door: socket.socket | None = None
+    listener: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        door = socket.socket(family, kind, protocol)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(address)
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
-        if door is not None:
-            door.close()
+        if listener is not None:
+            listener.close()
         raise GraphError(
             f"the server cannot be bound to {host} port {port}; found: {error}; name another --port or --host"
         ) from error
-    return door
+    return listener
 
 
 def make_service(
@@ -86,7 +86,7 @@ def make_service(
         knobs: of `Service`: vocabulary, call_timeout_s, exchanges.
     """
     from operators.engine.results import PromptStart
-    from operators.engine.sampling import Sampling
+    from operators.engine.sampling_params import Sampling
     from operators.serving.engine_thread import EngineThread
     from operators.serving.request_stops import StopCache
     from operators.serving.service import Service
@@ -107,9 +107,9 @@ def make_service(
     )
 
 
-async def attend(server: uvicorn.Server, service: Service, door: socket.socket, *, grace_s: float) -> None:
+async def attend(server: uvicorn.Server, service: Service, listener: socket.socket, *, grace_s: float) -> None:
     """Run a uvicorn server until it is told to exit; calls that are not over `grace_s` later are ended and say so."""
-    serving = asyncio.create_task(server.serve(sockets=[door]))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.should_exit and not serving.done():
         await asyncio.wait({serving}, timeout=0.1)
     await asyncio.wait({serving}, timeout=grace_s)

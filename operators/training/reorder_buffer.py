@@ -1,4 +1,4 @@
-"""The reorder buffer at the trainer's door: groups arrive in any order and leave in order of issue."""
+"""The trainer's reorder buffer: groups arrive in any order and leave in order of issue."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ def lines(path: Path) -> dict[str, dict]:
 def test_systems_are_measured_in_real_processes_and_leave_nothing_behind(tmp_path, capsys):
     before = left_in_shared_memory()
     path = tmp_path / "lines.jsonl"
-    systems = ["memcpy", "gloo_p2p", "ours_shm", "ours_gloo_lent", "gloo", "torch_shared"]
+    systems = ["memcpy", "gloo_p2p", "ours_shm", "ours_gloo_zero_copy", "gloo", "torch_shared"]
     assert weight_plane.main([*SMALL, "--systems", *systems, "--json", str(path)]) == 0, capsys.readouterr().out
     rows = lines(path)
     assert set(rows) == set(systems)
@@ -46,7 +46,7 @@ def test_systems_are_measured_in_real_processes_and_leave_nothing_behind(tmp_pat
     for name in set(systems) - {"memcpy"}:
         assert rows[name]["trainer_stall_ms"] > 0 and rows[name]["of_memcpy"] > 0
         assert rows[name]["reader_stall_ms"] is not None
-    assert rows["gloo"]["of_gloo"] > 0 and rows["ours_gloo_lent"]["of_gloo"] > 0
+    assert rows["gloo"]["of_gloo"] > 0 and rows["ours_gloo_zero_copy"]["of_gloo"] > 0
     assert "ours_shm of memcpy (goal 0.85)" in capsys.readouterr().out
     assert left_in_shared_memory() == before
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from dataflow.draw import DeviceFrame, draw, mimebundle, render_svg, reward_curve_svg
 from dataflow.draw.frames import pieces
 from dataflow.draw.geometry import BackEdge, DrawnLayout, ForwardEdge, Rect, Size
+from dataflow.draw.labels import sans_width
 from dataflow.draw.layout import arrange
 from dataflow.draw.levels import spread
 from dataflow.draw.ordering import acyclic, crossings, layers_of, order
 from dataflow.draw.picture import KNOBS_SHOWN, column_lines, knob_text, read, shorten
 from dataflow.draw.timeline import timeline_svg
-from dataflow.draw.words import sans_width
 from dataflow.errors import GraphError
 from dataflow.model import Model
 from dataflow.node import Learn, Operator, Sink, Source, Transform

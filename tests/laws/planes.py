@@ -293,14 +293,14 @@ WEIGHT_PLANE = (
     ),
     Law(
         "weights change when nobody reads them",
-        "test_a_version_that_is_read_late_has_its_own_weights[3-Lending]",
+        "test_a_version_that_is_read_late_has_its_own_weights[3-ZeroCopy]",
         "operators.training.learner.learner:Learner.end",
         assigned("settled", "True", "changing"),
         "the wait for readers before an update",
     ),
     Law(
         "weights change when nobody reads them",
-        "test_a_version_that_is_read_late_has_its_own_weights[4-Lending]",
+        "test_a_version_that_is_read_late_has_its_own_weights[4-ZeroCopy]",
         "operators.training.learner.refreshed:follow",
         assigned("settled", "True", "changing"),
         "the wait for readers before an average changes",

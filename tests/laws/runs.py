@@ -179,7 +179,7 @@ SCHEDULER = (
     Law(
         "nothing of a run changes before an operator that is to be swapped in was tried",
         "test_what_does_not_fit_is_refused_and_nothing_has_changed",
-        "dataflow.scheduler:Asking._judge",
+        "dataflow.scheduler:SwapRequests._judge",
         never("message", "swap"),
         "the look at what the trial says",
     ),
@@ -218,8 +218,8 @@ TURNS = (
         "two nodes that share devices never have memory both at once",
         "test_of_two_that_look_at_once_one_alone_takes_the_turn",
         "dataflow.worker:Turns._take",
-        never("_door"),
-        "the door that one goes through at a time",
+        never("_entry"),
+        "the lock that one process at a time holds",
     ),
     Law(
         "memory is given back before the turn is",
@@ -281,14 +281,14 @@ STALENESS = (
         "the bound of admission",
     ),
     Law(
-        "staleness is kept at the trainer's door",
-        "test_stale_groups_are_dropped_at_the_door",
+        "staleness is kept where the trainer takes rollouts in",
+        "test_stale_groups_are_dropped_by_the_trainer",
         "operators.training:Drops.reason",
         never("sweep"),
         "the sweep",
     ),
     Law(
-        "staleness is kept at the trainer's door",
+        "staleness is kept where the trainer takes rollouts in",
         "test_the_sweep_finds_what_is_older_than_the_bound",
         "dataflow:sweep",
         expression("_ - 1", "trainer_version", "max_staleness", kind=ast.BinOp),
@@ -578,7 +578,7 @@ LEDGER = (
         "test_no_rollout_of_a_version_is_trained_that_is_not_there_yet",
         "operators.training:Drops.reason",
         never("newest_versions"),
-        "the look at the trainer's door",
+        "the look as the trainer takes it",
     ),
     Law(
         "what an evaluation acknowledged is in its round after any crash",

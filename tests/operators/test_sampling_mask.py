@@ -10,7 +10,7 @@ from dataflow.errors import RecordError
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, gather
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.engine.sampler import draw
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.training.learner.packing import pack
 from operators.training.learner.policy import Policy
 

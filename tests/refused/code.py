@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent.parent
 PARTS = {
     "Graphs": ("dataflow/check.py", "dataflow/graph.py", "dataflow/group_bytes.py"),
     "Devices, hosts, ranks and replicas": (
-        "dataflow/planning/*.py", "dataflow/launchers/hosts.py", "dataflow/launchers/own_folders.py",
+        "dataflow/planning/*.py", "dataflow/launchers/hosted_run.py", "dataflow/launchers/own_folders.py",
         "dataflow/agent/digest.py",
     ),
     "Models": ("dataflow/model.py", "dataflow/model_files.py", "operators/models/*.py"),

@@ -11,8 +11,8 @@ class Cable:
     def __init__(self, server: str) -> None:
         host, _, port = server.removeprefix("tcp://").rpartition(":")
         self._server = (host, int(port))
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.is_cut = False
         """Whether it swallows everything."""
         self._near: list[socket.socket] = []
@@ -22,7 +22,7 @@ class Cable:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self._door.accept()
+                near, _ = self._listener.accept()
                 far = socket.create_connection(self._server)
                 self._near.append(near)
                 self._far.append(far)
@@ -43,7 +43,7 @@ class Cable:
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        for each in (self._door, *self._near, *self._far):
+        for each in (self._listener, *self._near, *self._far):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()

@@ -129,7 +129,7 @@ class SimulatedControlServer:
             queue.clear()
         return received, requested, events
 
-    def last_words(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+    def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
         """What is sent soon."""
         messages, requests, events = self.wait(pause_s)
         self._requested.extend(requests)

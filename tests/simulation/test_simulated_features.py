@@ -11,7 +11,7 @@ from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.snapshot import SnapshotFile
 from dataflow.rules.admission import Admission
-from dataflow.scheduler import addresses, failover, hosting, recovery, scaling
+from dataflow.scheduler import addresses, failover, host_policy, recovery, scaling
 from dataflow.scheduler.events import HostJoined, KeptProcess, Send
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scheduler.swaps.state import Swaps
@@ -279,12 +279,12 @@ def a_host_that_is_back_keeps_what_it_has(patch: Patch) -> None:
     def anew(table: Table, event: HostJoined, now: float) -> Any:
         return joined(table, HostJoined(event.host), now)
 
-    joined = hosting.joined
-    patch.setattr(hosting, "joined", anew)
+    joined = host_policy.joined
+    patch.setattr(host_policy, "joined", anew)
 
 
 def silent_hosts_are_not_missed(patch: Patch) -> None:
-    patch.setattr(hosting, "watch", lambda *_, **__: [])
+    patch.setattr(host_policy, "watch", lambda *_, **__: [])
 
 
 def nobody_hears_where_a_worker_is_that_moved(patch: Patch) -> None:
@@ -292,7 +292,7 @@ def nobody_hears_where_a_worker_is_that_moved(patch: Patch) -> None:
 
 
 def what_a_lost_host_tells_counts(patch: Patch) -> None:
-    patch.setattr(hosting, "counts", lambda *_: True)
+    patch.setattr(host_policy, "counts", lambda *_: True)
 
 
 def the_next_scheduler_does_not_meet_what_hosts_have(patch: Patch) -> None:

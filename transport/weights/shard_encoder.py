@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from transport.weights.encoder import BaseEncoder, QuantizeJob, jobs_of, magnitudes
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.layout import Layout, TensorLayout
+from transport.weights.tensor_encoder import BaseEncoder, QuantizeJob, jobs_of, magnitudes
 
 Agree = Callable[[torch.Tensor], object]
 """Replaces numbers, int32[n], by the largest that any rank has at their places; all ranks call it together."""

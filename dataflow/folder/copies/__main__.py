@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from dataflow.folder.copies.asked import answer
+from dataflow.folder.copies.store_process import answer
 
 
 def main() -> None:

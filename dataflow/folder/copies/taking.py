@@ -13,8 +13,8 @@ from typing import Any
 
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.copies.address import checked, is_folder
-from dataflow.folder.copies.asked import answer
 from dataflow.folder.copies.parts import CONFIG, Copies, TakenUp
+from dataflow.folder.copies.store_process import answer
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.child import Child, ended_within, fork, program
 

@@ -29,7 +29,6 @@ from dataflow.folder.ledger.writers import (
 from dataflow.folder.ledger_service.messages import (
     Answer,
     AppendLine,
-    Asked,
     AskWalBytes,
     Behind,
     Flush,
@@ -42,6 +41,7 @@ from dataflow.folder.ledger_service.messages import (
     Record,
     Recorded,
     Refused,
+    ToLedger,
 )
 from dataflow.system.files import RunFolderError, append_line, disk
 
@@ -81,7 +81,7 @@ class RequestHandler:
         """By worker, a copy of the ledger that it fetches, and the ticket that asked for it."""
         self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
 
-    def hear(self, message: Asked) -> Answer | Deferred:
+    def hear(self, message: ToLedger) -> Answer | Deferred:
         """Do what is said, or say why not. Errors: Replaced, once somebody else holds the run: nothing was done."""
         ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
         try:

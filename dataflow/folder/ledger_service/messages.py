@@ -116,7 +116,7 @@ class Refused:
     message: str
 
 
-Asked: TypeAlias = Query | Record
+ToLedger: TypeAlias = Query | Record
 Answer: TypeAlias = QueryResult | Recorded | Behind | Refused
-TO_LEDGER: Codec[Asked] = Codec("dataflow.to-ledger", 1, Query, Record)
+TO_LEDGER: Codec[ToLedger] = Codec("dataflow.to-ledger", 1, Query, Record)
 FROM_LEDGER: Codec[Answer] = Codec("dataflow.from-ledger", 1, QueryResult, Recorded, Behind, Refused)

@@ -13,7 +13,7 @@ import zmq
 from dataflow.errors import RunError
 from dataflow.folder.ledger.calls import Advance
 from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
-from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Asked, Join, Record
+from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Join, Record, ToLedger
 from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, reachable
 
@@ -135,7 +135,7 @@ class LedgerService:
         self._router.send_multipart([client, FROM_LEDGER.encode(answer)])
 
 
-def _must_last(message: Asked) -> bool:
+def _must_last(message: ToLedger) -> bool:
     """Whether who hears the answer relies on what was done: on all but marks of groups under way."""
     if isinstance(message, Record):
         return not isinstance(message.call, Advance)

@@ -6,7 +6,7 @@ from typing import Any
 
 import zmq
 
-from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Asked
+from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, ToLedger
 from dataflow.system.messages import MessageError
 from dataflow.system.security import RunKeys, give_up_soon, present
 
@@ -21,7 +21,7 @@ class ServiceSocket:
         self.address = address
         self._dealer = self._connected()
 
-    def say(self, message: Asked) -> None:
+    def say(self, message: ToLedger) -> None:
         """Send; lost where nobody takes it."""
         with contextlib.suppress(zmq.Again):  # it is said again
             self._dealer.send(TO_LEDGER.encode(message), zmq.NOBLOCK)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from operators.engine import sampler
 from operators.engine.sampler import Draw, uniform
-from operators.engine.sampling import RowSampling, Sampling
+from operators.engine.sampling_params import RowSampling, Sampling
 
 MOST_STRETCHES = 64
 """What the second kernel looks through at once."""

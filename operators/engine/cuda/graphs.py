@@ -17,7 +17,7 @@ from operators.engine.attention import AttentionLayout, Kernel
 from operators.engine.kv_cache import KVCache
 from operators.engine.pages import PAGE
 from operators.engine.sampler import Draw
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 
 FINE = 64
 """Up to this many rows, buckets are 8 apart; above, an eighth to a quarter of what they hold."""

@@ -95,7 +95,7 @@ class PackedWeights:
             self._start = self._memory.data_ptr()
             self._describe()
         self._kept.clear()
-        sources = [(self._in_words(weight), part, parts, to) for weight, part, parts, to in self._matrices]
+        sources = [(self._as_words(weight), part, parts, to) for weight, part, parts, to in self._matrices]
         sources += [(_floats(bias)[:, None], part, parts, to) for bias, part, parts, to in self._biases]
         packings = [
             Packing(self._keep(dense).data_ptr(), *dense.shape, part, parts, self._start + 4 * to)
@@ -151,7 +151,7 @@ class PackedWeights:
         bias_place = self._start + 4 * biases if biased else None
         return Matrix(self._start + 4 * weights, bias_place, inputs, out, total // self._panel, self._halves)
 
-    def _in_words(self, weight: torch.Tensor) -> torch.Tensor:
+    def _as_words(self, weight: torch.Tensor) -> torch.Tensor:
         """As float32, or as pairs of bfloat16 that pass for float32: [out, words], dense."""
         if not self._halves:
             return _floats(weight)

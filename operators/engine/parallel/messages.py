@@ -12,7 +12,7 @@ from dataflow.limits import Limits
 from dataflow.system.messages import Plain
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.ranks.messages import Numbers, Tokens, codec_of
 from operators.ranks.weights import KINDS

@@ -26,7 +26,7 @@ from dataflow.model import Model
 from dataflow.records import AnyArray
 from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout, PromptStart, Row
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.live import Live
 from operators.engine.vllm.process import INSTALL, SERVER, ServerProcess, environment_of, interpreter

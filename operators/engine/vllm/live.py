@@ -8,7 +8,7 @@ import numpy as np
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.results import PromptStart, Row
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 
 

@@ -120,7 +120,7 @@ class ServerProcess:
             state = "is still running" if self._child.poll() is None else f"has exit code {self._child.returncode}"
             found = WorkerDied(
                 f"vLLM's process {self.pid} gave no answer within {timeout_s:g} s while {doing}; it {state}; its log "
-                f"ends: {self._last_words()}; start again, with a longer deadline_s if the machine is only slow"
+                f"ends: {self._log_tail()}; start again, with a longer deadline_s if the machine is only slow"
             )
             _kill(self._child)
             self.close()
@@ -136,13 +136,13 @@ class ServerProcess:
         state = f"exit code {self._child.returncode}" if has_ended else "it is still ending"
         died = WorkerDied(
             f"vLLM's process {self.pid} {what}; {state}; its log ends: "
-            f"{self._last_words()}; mend what the log names (exit code -9: too little memory, lower slots or "
+            f"{self._log_tail()}; mend what the log names (exit code -9: too little memory, lower slots or "
             f"cache_bytes) and start again"
         )
         self.close()
         return died
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         size = self._log.seek(0, os.SEEK_END)
         words = os.pread(self._log.fileno(), LAST_BYTES, max(0, size - LAST_BYTES)).decode("utf-8", "replace").strip()
         return words or "(nothing)"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from operators.engine.vllm.shared import unpack_handle
+    from operators.engine.vllm.shared_tensors import unpack_handle
     from operators.engine.vllm.wire import ServerStream
 else:
     from shared import unpack_handle

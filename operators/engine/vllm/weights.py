@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from dataflow.model import Model
 from dataflow.model_files import INDEX
-from operators.engine.vllm.shared import attach, lay_out, pack_handle, reserve
+from operators.engine.vllm.shared_tensors import attach, lay_out, pack_handle, reserve
 from operators.models.errors import ModelError
 
 

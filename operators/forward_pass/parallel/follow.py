@@ -14,8 +14,8 @@ from dataflow.errors import RunError
 from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel.sliced_model import SlicedModel
-from operators.forward_pass.asked import Reading
 from operators.forward_pass.parallel.messages import Compute, Join
+from operators.forward_pass.query import Reading
 from operators.models.read_weights import RankMemory
 from operators.ranks import group
 from operators.ranks.exchange import expected, named, next_message

@@ -15,12 +15,12 @@ from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel.shards import Shard, localized, plain_pieces
 from operators.engine.parallel.sliced_model import SlicedModel, sliced
-from operators.forward_pass.asked import Reading
 from operators.forward_pass.knobs import ForwardKnobs
 from operators.forward_pass.parallel.ends import cut_ends, gather_ends
 from operators.forward_pass.parallel.follow import follow
 from operators.forward_pass.parallel.lead import LedForward
 from operators.forward_pass.parallel.messages import CODEC, Join
+from operators.forward_pass.query import Reading
 from operators.forward_pass.reading import reading_of
 from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs

@@ -184,7 +184,11 @@ def left_behind(
     if scheduler == 0:
         os.setpgid(0, 0)
         client = ForkserverClient(
-            lambda settings: time.sleep(settings["s"]) or 5, {}, lambda: None, takeover=str(tmp_path / "door"), **more
+            lambda settings: time.sleep(settings["s"]) or 5,
+            {},
+            lambda: None,
+            takeover=str(tmp_path / "takeover"),
+            **more,
         )
         pids = []
         for name, seconds in (("a", 60), ("b", 0.5)):
@@ -207,7 +211,7 @@ def left_behind(
 def test_a_successor_gets_every_worker_as_it_is_and_may_use_them(tmp_path: Path) -> None:
     forkserver, sleeper, short = left_behind(tmp_path, 30.0)
     wait_until(lambda: not alive(short))
-    taken = TakenOverForkserver(str(tmp_path / "door"))
+    taken = TakenOverForkserver(str(tmp_path / "takeover"))
     assert taken.pid == forkserver and 0 < taken.alone_s < 10
     assert [(e["name"], e["pid"], e["alive"], e["status"], e["settings"]) for e in taken.handed] == [
         ("a", sleeper, True, None, {"s": 60}), ("b", short, False, 5, {"s": 0.5}),
@@ -225,7 +229,7 @@ def test_a_successor_hears_of_a_worker_that_was_stopped_while_there_was_no_sched
     _, sleeper, _ = left_behind(tmp_path, 30.0)
     os.kill(sleeper, signal.SIGSTOP)
     time.sleep(0.3)  # the forkserver looks several times, and has nobody to tell
-    taken = TakenOverForkserver(str(tmp_path / "door"))
+    taken = TakenOverForkserver(str(tmp_path / "takeover"))
     try:
         assert Events(taken).find("stopped")["pid"] == sleeper
     finally:
@@ -237,7 +241,7 @@ def test_workers_whose_scheduler_nobody_replaces_end_after_the_limit(tmp_path: P
     assert alive(pids[1])
     wait_until(lambda: not any(map(alive, pids)), deadline_s=5.0)
     with pytest.raises(RunError, match="nobody keeps workers"):
-        TakenOverForkserver(str(tmp_path / "door"))
+        TakenOverForkserver(str(tmp_path / "takeover"))
 
 
 def test_after_the_limit_workers_that_others_wait_for_have_time_to_end(tmp_path: Path) -> None:
@@ -298,7 +302,7 @@ def took_over(tmp_path: Path) -> Callable[[], int]:
     """What the next scheduler runs: it takes the workers, says so, and gives signs of life."""
 
     def succeed() -> int:
-        taken = TakenOverForkserver(str(tmp_path / "door"))
+        taken = TakenOverForkserver(str(tmp_path / "takeover"))
         (tmp_path / f"taken-{taken.number}").write_text(f"{os.getpid()} {taken.lives} {len(taken.handed)}")
         for _ in range(6_000):
             taken.live()

@@ -21,8 +21,7 @@ from dataflow.display import (
     make_view,
 )
 from dataflow.display.closing import plain_line, summary_lines
-from dataflow.display.screen import Screen, lines, text_of
-from dataflow.display.words import (
+from dataflow.display.formatting import (
     ASCII,
     UNICODE,
     age,
@@ -35,6 +34,7 @@ from dataflow.display.words import (
     sparkline,
     split_bar,
 )
+from dataflow.display.screen import Screen, lines, text_of
 
 SNAPSHOT = Snapshot(
     graph="sorting",

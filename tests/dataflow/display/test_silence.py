@@ -4,8 +4,8 @@ import pytest
 
 from dataflow.display import Summary
 from dataflow.display.closing import summary_lines
+from dataflow.display.formatting import ASCII
 from dataflow.display.silence import TOLD_AT, Silence, silence
-from dataflow.display.words import ASCII
 
 MUTE = {
     "groups": 4,

@@ -211,7 +211,7 @@ def said(**told: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_awaited_group_is_the_first_that_is_not_at_the_trainers_door(folder: RunFolder) -> None:
+def test_the_awaited_group_is_the_first_that_is_not_at_the_trainer(folder: RunFolder) -> None:
     facts = gather(folder, said(), during_s=0.0)
     assert (facts.awaited["trainer"].group_id, facts.awaited["trainer"].state) == (1, "issued")
 

@@ -26,7 +26,6 @@ from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
 from dataflow.folder.ledger_service.messages import (
     TO_LEDGER,
-    Asked,
     Behind,
     Join,
     Pack,
@@ -36,6 +35,7 @@ from dataflow.folder.ledger_service.messages import (
     Record,
     Recorded,
     Refused,
+    ToLedger,
 )
 from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.ledger_service.service import LedgerService
@@ -351,7 +351,7 @@ def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(handler: Reques
     at_end(service.close)
     answered: list[bool] = []
 
-    def turn(message: Asked) -> None:
+    def turn(message: ToLedger) -> None:
         asking.send(TO_LEDGER.encode(message))
         service.turn({service._router: service._router.poll(5000)})
         assert asking.poll(5000)

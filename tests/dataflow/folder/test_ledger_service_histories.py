@@ -17,7 +17,7 @@ from dataflow.folder.ledger import BaseLedger, Ledger, LedgerError
 from dataflow.folder.ledger.schema import STATES
 from dataflow.folder.ledger_service import client as clients
 from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
-from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Asked
+from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, ToLedger
 
 WORKERS = ("prompts-0", "trainer-0")
 SOME = st.lists(st.integers(0, 12), max_size=4)
@@ -34,7 +34,7 @@ class Wires:
         self.late: deque[bytes] = deque()
         """Sent long ago, by a connection that is no more; it arrives when nobody thinks of it."""
 
-    def carry(self, message: Asked) -> list[Answer]:
+    def carry(self, message: ToLedger) -> list[Answer]:
         """What comes back at once."""
         data = TO_LEDGER.encode(message)
         what = self.chance.popleft() if self.chance else 0
@@ -63,7 +63,7 @@ class FakeLine:
         self._wires = wires
         self._in: deque[Answer] = deque()
 
-    def say(self, message: Asked) -> None:
+    def say(self, message: ToLedger) -> None:
         self._in.extend(self._wires.carry(message))
 
     def heard(self, wait_s: float) -> list[Answer]:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from dataflow.display.closing import summary_lines
+from dataflow.display.formatting import ASCII
 from dataflow.display.screen import text_of
-from dataflow.display.words import ASCII
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.summary import summarize
 

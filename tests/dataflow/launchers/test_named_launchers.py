@@ -10,7 +10,7 @@ from dataflow.errors import GraphError, RunError
 from dataflow.launchers.launcher import Launcher
 from dataflow.launchers.local import local
 from dataflow.launchers.named import LAUNCHERS, launcher_named
-from dataflow.launchers.ray_hosts import OnRay, ray
+from dataflow.launchers.ray_launcher import OnRay, ray
 from dataflow.launchers.slurm import Slurm
 from dataflow.launchers.torchrun import Torchrun
 

@@ -17,7 +17,7 @@ from rigs.launchers.ray_cluster import ENVIRONMENT, RayCluster, ray_cluster
 
 from dataflow.errors import RunError
 from dataflow.history.verify import verify
-from dataflow.launchers.ray_hosts import OnRay, ray
+from dataflow.launchers.ray_launcher import OnRay, ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]

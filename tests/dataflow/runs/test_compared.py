@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataflow import cli
-from dataflow.display.words import sparkline
+from dataflow.display.formatting import sparkline
 from dataflow.errors import GraphError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder

@@ -75,7 +75,7 @@ class PlayedServer:
         events, self.events = self.events, []
         return received, requested, events
 
-    def last_words(self, wait_s: float) -> list[Any]:
+    def drain(self, wait_s: float) -> list[Any]:
         received, self.received = self.received, []
         return received
 

@@ -33,7 +33,7 @@ def killed(runs: Path, memory: Path) -> tuple[RunFolder, Path]:
     socket_folder.mark(place, folder)
     (place / "weights").write_bytes(b"shared memory")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
-        bound.bind(str(place / "door"))
+        bound.bind(str(place / "takeover"))
         bound.listen(1)
     folder.write_json(CONTROL, {"address": f"ipc://{place}/commands", "pid": 1})
     (folder.path / "lock").write_text("1")
@@ -87,7 +87,7 @@ def elsewhere(place: Path, mine: RunFolder) -> Path:
     """A folder that looks like a run's in every way, in a place where runs make none."""
     made = place.parent.parent / f"{place.parent.name}-else" / place.name
     made.parent.mkdir(mode=0o700)
-    shutil.copytree(place, made, ignore=shutil.ignore_patterns("door"))
+    shutil.copytree(place, made, ignore=shutil.ignore_patterns("takeover"))
     return made
 
 

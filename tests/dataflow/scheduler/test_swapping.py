@@ -21,7 +21,7 @@ from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Drain
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
 from dataflow.scheduler.swaps import policy
-from dataflow.scheduler.swaps.asking import LAST_WORD_S, READY_S
+from dataflow.scheduler.swaps.swap_requests import LAST_WORD_S, READY_S
 from dataflow.scheduler.table import Life, Table
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from small_table import small_table
 
-from dataflow.folder.faults import FILE, Faults, in_words, read_faults, restarts
+from dataflow.folder.faults import FILE, Faults, describe_faults, read_faults, restarts
 from dataflow.limits import Limits
 from dataflow.scheduler import lifecycle
 from dataflow.scheduler.heartbeats import together
@@ -142,7 +142,7 @@ def test_every_fault_is_a_line_of_its_own_with_how_it_ended(tmp_path: Path) -> N
     }  # fmt: skip
     told = [(line["worker"], line["attempt"], line["recovered_s"]) for line in lines]
     assert told[1:] == [("a-0", 1, None), ("a-0", 2, None), ("b-0", 0, None)]
-    assert in_words(read_faults(tmp_path))[:2] == [
+    assert describe_faults(read_faults(tmp_path))[:2] == [
         "a-0 died (SIGKILL): noticed after 0.5 s, back after 0.2 s",
         "a-0 died (SIGSEGV): noticed after 0.0 s, not back, 7 rollouts drawn again",
     ]
@@ -155,12 +155,12 @@ def test_workers_that_fell_with_their_host_are_one_fault_for_people() -> None:
         return {"at": at, "attempt": 0, **told}
 
     lines = [line("a-0", 1.0, 0, 2.0), line("g-0", 1.1, 3, 4.0), line("g-1", 1.2, 1, None, "died (SIGKILL)")]
-    assert in_words(lines) == [
+    assert describe_faults(lines) == [
         "a-0, g-0 was on host 'b', ...: noticed after 6.0 s, back after 4.0 s, 3 rollouts drawn again",
         "g-1 died (SIGKILL): noticed after 6.0 s, not back, 1 rollout drawn again",
     ]
-    assert len(in_words([line("a-0", 1.0, 0, 2.0), line("a-0", 100.0, 0, 2.0)])) == 2
-    assert in_words([{"worker": "a-0"}]) == ["a-0 None: noticed after 0.0 s, not back"]
+    assert len(describe_faults([line("a-0", 1.0, 0, 2.0), line("a-0", 100.0, 0, 2.0)])) == 2
+    assert describe_faults([{"worker": "a-0"}]) == ["a-0 None: noticed after 0.0 s, not back"]
 
 
 def test_a_disk_that_refuses_a_line_is_told_and_ends_nothing(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
     from operators.engine import self_test
     from operators.engine.decode import Engine
     from operators.engine.native import attention as native
-    from operators.engine.sampling import Sampling
+    from operators.engine.sampling_params import Sampling
 
     if request.param != "torch" and native.kernel() is None:
         pytest.skip("no C compiler at hand")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from operators.engine.sampler import _columns, _only, _scaled
-from operators.engine.sampling import RowSampling, Sampling
+from operators.engine.sampling_params import RowSampling, Sampling
 from operators.engine.truncation import block_sums, left_out
 
 

@@ -13,7 +13,7 @@ from log_distribution import log_distribution
 
 from operators.engine.decode import Engine
 from operators.engine.results import EndedRollout, PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 
 
 def reference(logits: torch.Tensor, sampling: Sampling, seen: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from replaying import drive, replayed
 from rigs.examples import examples
 
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 
 
 def many(count, seed=0, copies=4):

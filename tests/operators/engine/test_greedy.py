@@ -9,7 +9,7 @@ from replaying import drive
 
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 
 
 def starts(prompts, limits, copies=1):

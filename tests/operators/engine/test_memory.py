@@ -13,7 +13,7 @@ from rigs.examples import examples
 from operators.engine.attention import attend
 from operators.engine.finish_reasons import ABORTED
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 
 SAMPLING = Sampling(temperature=1.2)
 

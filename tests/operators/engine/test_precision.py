@@ -16,12 +16,12 @@ from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
 from operators.engine.precision.quantized_names import quantized_names
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.self_test import adapt
 from operators.models.errors import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
-from transport.weights.encoder import EncodedWriter, Encoder
 from transport.weights.encoding import Encoding
+from transport.weights.tensor_encoder import EncodedWriter, Encoder
 
 WHOLE_STEPS = 2
 """Of what rounding does, the most that last bits do by rounding: it moves a number by half a step, they by a whole."""

@@ -14,7 +14,7 @@ from dataflow.model import Model
 from dataflow.records import SAMPLING_MASK
 from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generator import Generator
 

@@ -7,7 +7,7 @@ from log_distribution import log_distribution
 from sampling_reference import reference
 
 from operators.engine.sampler import draw, uniform
-from operators.engine.sampling import RowSampling, Sampling
+from operators.engine.sampling_params import RowSampling, Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 1.5, 0.2])
 KNOBS = [

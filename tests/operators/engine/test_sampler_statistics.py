@@ -5,7 +5,7 @@ import torch
 from sampling_reference import reference
 
 from operators.engine.sampler import draw
-from operators.engine.sampling import RowSampling, Sampling
+from operators.engine.sampling_params import RowSampling, Sampling
 
 DRAWS = 200_000
 VOCABULARY = 24

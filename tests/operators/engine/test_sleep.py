@@ -4,7 +4,7 @@ import numpy as np
 from replaying import drive
 
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.sleep import put_aside
 from operators.models.shelf import Shelf
 

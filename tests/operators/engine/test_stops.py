@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from operators.engine import decode
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings, end_tokens, split
 from operators.models.errors import ModelError
 

@@ -171,14 +171,14 @@ def served(service, **knobs):
     """The address of a server with this service, on a real socket."""
     import uvicorn
 
-    door = bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     app = make_app(service, **knobs)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30))
-    thread = threading.Thread(target=lambda: asyncio.run(attend(server, service, door, grace_s=0.2)))
+    thread = threading.Thread(target=lambda: asyncio.run(attend(server, service, listener, grace_s=0.2)))
     thread.start()
     try:
         until(lambda: server.started or not thread.is_alive(), "the server to start")
-        yield f"http://127.0.0.1:{door.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(WAIT_S)

@@ -31,7 +31,7 @@ from starlette.testclient import TestClient
 
 from operators.engine import self_test
 from operators.engine.decode import Engine
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.serving.app import make_app
 from operators.serving.sink import read_rollouts
 

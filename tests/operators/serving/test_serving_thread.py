@@ -9,7 +9,7 @@ from serving_rig import END, WAIT_S, ScriptedEngine, until
 from dataflow.errors import DeadlineError, RunError
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.work import Work
 

@@ -83,7 +83,7 @@ class Busy:
             self.pending = None
 
 
-class Lending(Busy):
+class ZeroCopy(Busy):
     """One that sends a version from the tensors themselves, and reads them until they are settled."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Lending(Busy):
         return super().settle(timeout_s)
 
 
-@pytest.mark.parametrize("end", [Busy, Lending])
+@pytest.mark.parametrize("end", [Busy, ZeroCopy])
 @pytest.mark.parametrize("frees", range(1, 6))
 def test_a_version_that_is_read_late_has_its_own_weights(frees: int, end: type[Busy]) -> None:
     """Readers let go of a buffer after any of the things that a rank does between two steps, where it polls."""

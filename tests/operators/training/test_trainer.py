@@ -88,7 +88,7 @@ def test_a_drop_is_told_to_the_generators_before_the_step_is_made(tmp_path):
     assert list(world.plane.published) == [0]
 
 
-def test_stale_groups_are_dropped_at_the_door(tmp_path):
+def test_stale_groups_are_dropped_by_the_trainer(tmp_path):
     world = rig(tmp_path, max_staleness=1)
     world.push(*[group(number, version=0) for number in range(6)])
     world.push(group(6, version=1), group(7, version=2))

@@ -16,8 +16,8 @@ from dataflow import run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runtime import Batch, Runtime
 from operators.engine.precision import linear_weights, quantise
-from transport.weights.encoder import Encoder
 from transport.weights.encoding import SCALE, Encoding
+from transport.weights.tensor_encoder import Encoder
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(240)]
 

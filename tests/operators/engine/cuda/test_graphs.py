@@ -8,7 +8,7 @@ from operators.engine.attention import AttentionLayout
 from operators.engine.cuda.graphs import GraphedDecode, GraphReplays, bucket_of, buckets
 from operators.engine.kv_cache import KVCache
 from operators.engine.sampler import Draw
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.self_test import adapt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -6,7 +6,7 @@ import pytest
 from operators.engine.decode import Engine
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.self_test import adapt
 from operators.engine.stop_strings import StopStrings
 

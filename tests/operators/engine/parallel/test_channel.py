@@ -13,7 +13,7 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.engine.parallel.messages import CODEC, EngineSettings, StartMessage, Step
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
 

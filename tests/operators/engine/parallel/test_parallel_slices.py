@@ -281,5 +281,5 @@ def test_the_ports_tell_other_ranks_where_versions_are(executor, tmp_path):
     address = f"ipc://{tmp_path}/weights.trainer.{executor}"
     protocol = "rounds" if executor in ("gloo", "nccl") else "segments"
     place = {"executor": executor, "protocol": protocol, "address": address, "folder": str(tmp_path)}
-    lent = executor == "gloo"
-    assert opens.site == {**place, "name": "generator-0", "link_bytes_per_s": None, "lent": lent}
+    zero_copy = executor == "gloo"
+    assert opens.site == {**place, "name": "generator-0", "link_bytes_per_s": None, "zero_copy": zero_copy}

@@ -18,8 +18,8 @@ from dataflow.runtime import Context
 from operators.engine.make import make_engine
 from operators.engine.precision import linear_weights, quantise, unrounded
 from operators.engine.precision.intake import SCALE
-from transport.weights.encoder import Encoder
 from transport.weights.encoding import Encoding
+from transport.weights.tensor_encoder import Encoder
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -16,7 +16,7 @@ from operators.engine.finish_reasons import ABORTED
 from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import PromptStart
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 
 pytestmark = pytest.mark.usefixtures("forked")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from operators.engine.sampling import Sampling
+from operators.engine.sampling_params import Sampling
 from operators.engine.vllm.engine import VllmEngine
 from operators.models.errors import ModelError
 

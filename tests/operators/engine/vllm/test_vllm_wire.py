@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from operators.engine.vllm.process import environment_of
-from operators.engine.vllm.shared import ALIGNED, attach, lay_out, pack_handle, reserve, unpack_handle
+from operators.engine.vllm.shared_tensors import ALIGNED, attach, lay_out, pack_handle, reserve, unpack_handle
 from operators.engine.vllm.wire import LENGTH, MOST_BYTES, ServerStream
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators.engine.precision.formats import FORMATS, pack
-from transport.weights import FlatLayout, LayoutMismatch, encoder
-from transport.weights.encoder import EncodedWriter, Encoder, decode, quantize
+from transport.weights import FlatLayout, LayoutMismatch, tensor_encoder
 from transport.weights.encoding import QUANTIZED, Encoding
+from transport.weights.tensor_encoder import EncodedWriter, Encoder, decode, quantize
 
 FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -59,7 +59,7 @@ def test_narrowing_in_slices_gives_what_the_whole_gives(monkeypatch, form):
     full = torch.randn(3, 37, 12)
     found = []
     for slice_numbers in (1 << 20, 100):
-        monkeypatch.setitem(encoder.SLICE, "cpu", slice_numbers)
+        monkeypatch.setitem(tensor_encoder.SLICE, "cpu", slice_numbers)
         values, scale = torch.empty(full.shape, dtype=FORMS[form]), torch.empty(3, 37, 1)
         quantize(full, values, scale, top=QUANTIZED[form].top, through=torch.float32)
         found.append((bits(values), bits(scale)))

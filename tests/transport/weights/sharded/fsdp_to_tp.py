@@ -63,7 +63,7 @@ def train(case: Case, rank: int) -> None:
     layout = layout_of(model, range(case.trainer))
     if case.cast == "trainer":
         layout = layout.cast(case.dtype)
-    lent = case.hold == "until_settle"
+    zero_copy = case.hold == "until_settle"
     writer = ShardedWriter(layout, rank, case.address, ranks=case.trainer, hold=case.hold, deadlines=PACE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(rank)
@@ -88,7 +88,7 @@ def train(case: Case, rank: int) -> None:
             if rank == 0:
                 save_file(full, case.oracle(version))
             writer.publish(version, {name: parameter.to_local() for name, parameter in model.named_parameters()})
-            while lent and version == case.last and not _told(_ended(case))[0]:
+            while zero_copy and version == case.last and not _told(_ended(case))[0]:
                 time.sleep(0.005)
     writer.close()
     group.leave()

@@ -24,7 +24,7 @@ def take_back(folder: Path, host: str) -> None:
         _path(folder, host).unlink(missing_ok=True)
 
 
-class LastWords:
+class FinalNotices:
     """Of the agents of a run, each told once; what was said before this was made is not."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dataflow.agent.digest import built
-from dataflow.agent.last_words import LastWords
+from dataflow.agent.final_notices import FinalNotices
 from dataflow.agent.messages import Begin
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import GraphError, Replaced, RunError
@@ -179,12 +179,12 @@ def _gathered(launcher: Launcher, request: RunRequest, open_: contextlib.ExitSta
     open_.push(stop)
     open_.callback(agents.close)
     agents.announce()
-    last_words = LastWords(folder)
+    notices = FinalNotices(folder)
     launcher.start(Joining(
         address=agents.address, keys=keys.to_bytes(), keys_file=str(folder / KEYS_FILE), launch=request.launch,
         folder=str(folder),
     ))  # fmt: skip
-    agents.watch = lambda: _told_once(launcher.ended(), last_words.new())
+    agents.watch = lambda: _told_once(launcher.ended(), notices.new())
     count = launcher.hosts
     request.told(f"waiting for {count} host{'s' if count > 1 else ''} at {agents.address}")
     agents.assemble(count, request.limits.start_s)

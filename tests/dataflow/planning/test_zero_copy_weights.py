@@ -53,7 +53,7 @@ def told(made: Plan) -> str:
 
 
 @pytest.mark.parametrize(
-    ("copies", "devices", "how", "lent"),
+    ("copies", "devices", "how", "zero_copy"),
     [
         (None, CPUS, {"ranks": {"trainer": 2}}, True),
         (False, CPUS, {"ranks": {"trainer": 2}}, True),
@@ -67,19 +67,19 @@ def told(made: Plan) -> str:
     ids=["ranks", "asked for", "copies", "one rank by gloo", "deltas", "turns", "GPUs", "GPU to main memory"],
 )
 def test_versions_go_out_from_the_weights_unless_these_are_put_away_or_must_be_copied(
-    copies: bool | None, devices: Devices, how: dict[str, Any], lent: bool
+    copies: bool | None, devices: Devices, how: dict[str, Any], zero_copy: bool
 ) -> None:
     made = planned(copies, devices, **how)
     (path,) = made.weight_paths
-    assert path.lent == made.lent("trainer", path.executor) == lent
-    assert (STRAIGHT in told(made)) == lent
-    assert (COPIED in told(made)) == (not lent and path.link_bytes_per_s is None)
+    assert path.zero_copy == made.zero_copy("trainer", path.executor) == zero_copy
+    assert (STRAIGHT in told(made)) == zero_copy
+    assert (COPIED in told(made)) == (not zero_copy and path.link_bytes_per_s is None)
 
 
 @pytest.mark.parametrize("copies", [None, True, False])
 def test_one_rank_writes_the_memory_in_which_its_readers_compute(copies: bool | None) -> None:
     made = planned(copies, CPUS)
-    assert not made.weight_paths[0].lent and not made.lent("trainer", "shared_memory")
+    assert not made.weight_paths[0].zero_copy and not made.zero_copy("trainer", "shared_memory")
     assert STRAIGHT not in told(made) and COPIED not in told(made)
 
 

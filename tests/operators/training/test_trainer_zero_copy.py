@@ -11,7 +11,7 @@ from dataflow.limits import Limits
 from operators.training.offers import Offers
 
 
-class Lending(Plane):
+class ZeroCopy(Plane):
     """A plane whose readers look at the weights until they are settled, and may be too slow then."""
 
     reads: tuple[int, dict[str, torch.Tensor]] | None = None
@@ -41,7 +41,7 @@ class Log:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_an_update_waits_for_who_reads_the_weights_and_tells_whom_it_gave_up(in_time, tmp_path, monkeypatch):
-    plane, log = Lending([]), Log()
+    plane, log = ZeroCopy([]), Log()
     plane.in_time = in_time
     open_ends = Offers.__init__
 

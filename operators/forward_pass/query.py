@@ -14,7 +14,7 @@ from operators.training.learner.learner import Forward
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ModelQuery:
     """Sequences and where a number is wanted; axis suffixes as in `operators.training.learner.packing`, R sequences."""
 
     tokens_S: AnyArray
@@ -39,10 +39,10 @@ class Reading(Protocol):
 
     forward: Forward
 
-    def ask(self, rows: pa.RecordBatch) -> Asked:
+    def ask(self, rows: pa.RecordBatch) -> ModelQuery:
         """What to compute for rows that have not failed. Raises OperatorError when the model cannot read them."""
 
-    def column(self, rows: pa.RecordBatch, asked: Asked, numbers_S: AnyArray) -> pa.Array:
+    def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """The answers, [R]; numbers_S: float32, 0 where none was wanted."""
 
 

@@ -7,10 +7,10 @@ from rigs.graphs import fake_graph, reward
 
 from dataflow import Graph, GraphError, Model
 from dataflow.app import main
+from dataflow.planning.gpu_groups import at_once, awake_at_once, read_wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan, plan
-from dataflow.planning.sharing import at_once, awake_at_once, read_wishes
 from dataflow.scheduler import scaling
 from dataflow.scheduler.table import Table
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

@@ -13,7 +13,7 @@ from dataflow.launchers.launcher import Joining
 from dataflow.launchers.ray_messages import RAY, AgentEnded, Connect, Connected, PlaceAgents, Wrong
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
-from dataflow.system.child import end, in_words, program
+from dataflow.system.child import describe_status, end, program
 from dataflow.system.messages import MessageError
 
 _SEND_S, _END_S = 10.0, 10.0
@@ -34,7 +34,7 @@ def ray(
     wait_s: for the cluster to answer, and then for the hosts to be free; as long as an autoscaler may take.
     Errors: GraphError.
 
-    >>> from dataflow.launchers.ray_hosts import ray
+    >>> from dataflow.launchers.ray_launcher import ray
     >>> ray(hosts=3, gpus=8).address
     'auto'
     """
@@ -95,9 +95,9 @@ class OnRay:
         if self._driver is None or self._channel is None:
             return []
         try:
-            return [_words(message) for message in self._channel.arrived()]
+            return [_text(message) for message in self._channel.arrived()]
         except (EOFError, OSError, MessageError):
-            how, last = in_words(end(self._driver, _END_S)), self._last_line()
+            how, last = describe_status(end(self._driver, _END_S)), self._last_line()
             self.stop()
             return [f"the process that speaks to Ray {how}, and all agents with it: {last or 'it said nothing'}"]
 
@@ -151,8 +151,8 @@ class OnRay:
         if isinstance(message, Connected):
             return message
         self.stop()
-        raise RunError(_words(message))
+        raise RunError(_text(message))
 
 
-def _words(message: AgentEnded | Wrong) -> str:
+def _text(message: AgentEnded | Wrong) -> str:
     return message.why if isinstance(message, AgentEnded) else message.error

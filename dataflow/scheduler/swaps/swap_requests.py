@@ -34,7 +34,7 @@ class TrialServer(Protocol):
 
 
 @dataclass
-class _Asked:
+class _PendingSwap:
     """One swap that somebody waits for."""
 
     client: Client
@@ -46,7 +46,7 @@ class _Asked:
     """When the trial ended without a word."""
 
 
-class Asking:
+class SwapRequests:
     """The swap under way.
 
     consumes: requests; what a trial says of an operator, and that its process has ended
@@ -62,7 +62,7 @@ class Asking:
         """settings_of: what a worker that starts now would be told. swap_in: takes an operator in that fits."""
         self._table, self._server, self._settings_of = table, server, settings_of
         self._swap_in, self._reply, self._clock = swap_in, reply, clock
-        self._asked: _Asked | None = None
+        self._pending: _PendingSwap | None = None
 
     def ask(self, client: Client, request: SwapNode) -> None:
         """Begin with a request, or say at once why not."""
@@ -71,8 +71,8 @@ class Asking:
         except DataflowError as error:
             self._reply(client, Refused(str(error)))
             return
-        if self._asked is not None:
-            other = self._asked.wanted
+        if self._pending is not None:
+            other = self._pending.wanted
             self._reply(
                 client,
                 Refused(f"'{other.node}' is just being swapped for '{other.reference}'; ask again when that is done"),
@@ -88,77 +88,77 @@ class Asking:
         )  # fmt: skip
         trial = f"{swap_trial.NAME}-{settings.replica}"
         self._server.spawn(trial, settings.to_plain(), False, False)
-        self._asked = _Asked(client, wanted, trial, self._clock() + TRIAL_S)
+        self._pending = _PendingSwap(client, wanted, trial, self._clock() + TRIAL_S)
 
     def hear(self, name: str, message: FromWorker) -> bool:
         """Take in what a trial says; whether it is one, be it that of a swap which is over."""
         if name in self._table.workers or not name.startswith(f"{swap_trial.NAME}-"):
             return False
-        if isinstance(message, Tried) and self._asked is not None and self._asked.trial == name:
-            self._judge(self._asked, message)
+        if isinstance(message, Tried) and self._pending is not None and self._pending.trial == name:
+            self._judge(self._pending, message)
         return True
 
     def ended(self, name: str) -> None:
         """A process has ended."""
-        if self._asked is not None and self._asked.trial == name and self._asked.gone_at is None:
-            self._asked.gone_at = self._clock()
+        if self._pending is not None and self._pending.trial == name and self._pending.gone_at is None:
+            self._pending.gone_at = self._clock()
 
     def look(self) -> None:
         """Answer whoever asked, when it is known what came of it, or the time is up."""
-        asked, now = self._asked, self._clock()
-        if asked is None:
+        pending, now = self._pending, self._clock()
+        if pending is None:
             return
         swaps = self._table.swaps
-        if asked.trial:
-            if asked.gone_at is not None and now - asked.gone_at > LAST_WORD_S:
+        if pending.trial:
+            if pending.gone_at is not None and now - pending.gone_at > LAST_WORD_S:
                 self._refuse(
-                    asked,
-                    f"importing '{asked.wanted.reference}' ended the process that tried it; mend it, and swap again",
+                    pending,
+                    f"importing '{pending.wanted.reference}' ended the process that tried it; mend it, and swap again",
                 )
-            elif now > asked.until:
-                self._refuse(asked, (
-                    f"'{asked.wanted.reference}' was not imported and checked within {TRIAL_S:.0f} s; have its "
+            elif now > pending.until:
+                self._refuse(pending, (
+                    f"'{pending.wanted.reference}' was not imported and checked within {TRIAL_S:.0f} s; have its "
                     f"module do less where it is imported, and swap again"
                 ))  # fmt: skip
         elif not swaps.worker and swaps.taken_back:
-            self._refuse(asked, f"{swaps.taken_back}; it goes on with the operator before")
+            self._refuse(pending, f"{swaps.taken_back}; it goes on with the operator before")
         elif not swaps.worker:
-            self._done(asked, Swapped(policy.told(asked.wanted)))
-        elif policy.worker_of(self._table, asked.wanted.node).life is Life.GONE:
-            self._done(asked, Refused(f"the run has ended before '{swaps.worker}' could start again"))
-        elif now > asked.until:
-            self._done(asked, Swapped(
-                f"'{asked.wanted.reference}' is taken in for '{asked.wanted.node}', but '{swaps.worker}' has not "
+            self._done(pending, Swapped(policy.told(pending.wanted)))
+        elif policy.worker_of(self._table, pending.wanted.node).life is Life.GONE:
+            self._done(pending, Refused(f"the run has ended before '{swaps.worker}' could start again"))
+        elif now > pending.until:
+            self._done(pending, Swapped(
+                f"'{pending.wanted.reference}' is taken in for '{pending.wanted.node}', but '{swaps.worker}' has not "
                 f"started within {READY_S:.0f} s (dataflow doctor says what it does)"
             ))  # fmt: skip
 
-    def _judge(self, asked: _Asked, message: Tried) -> None:
-        self._dismiss(asked)
+    def _judge(self, pending: _PendingSwap, message: Tried) -> None:
+        self._dismiss(pending)
         if message.swap is None:
-            self._refuse(asked, message.error)
+            self._refuse(pending, message.error)
             return
         try:
-            policy.check(self._table, asked.wanted.node)  # it has changed meanwhile
+            policy.check(self._table, pending.wanted.node)  # it has changed meanwhile
         except DataflowError as error:
-            self._refuse(asked, str(error))
+            self._refuse(pending, str(error))
             return
         found = message.swap
-        asked.wanted = dataclasses.replace(
-            asked.wanted, file=found.file, source=found.source, digest=found.digest, step=self._table.run.step,
+        pending.wanted = dataclasses.replace(
+            pending.wanted, file=found.file, source=found.source, digest=found.digest, step=self._table.run.step,
             at=time.time(),
         )  # fmt: skip
-        asked.until = self._clock() + READY_S
-        self._swap_in(asked.wanted)
+        pending.until = self._clock() + READY_S
+        self._swap_in(pending.wanted)
 
-    def _refuse(self, asked: _Asked, why: str) -> None:
-        self._dismiss(asked)
-        self._done(asked, Refused(f"{why} (the run goes on as it was)"))
+    def _refuse(self, pending: _PendingSwap, why: str) -> None:
+        self._dismiss(pending)
+        self._done(pending, Refused(f"{why} (the run goes on as it was)"))
 
-    def _dismiss(self, asked: _Asked) -> None:
-        if asked.trial:
-            self._server.dismiss(asked.trial)
-            asked.trial = ""
+    def _dismiss(self, pending: _PendingSwap) -> None:
+        if pending.trial:
+            self._server.dismiss(pending.trial)
+            pending.trial = ""
 
-    def _done(self, asked: _Asked, reply: Reply) -> None:
-        self._asked = None
-        self._reply(asked.client, reply)
+    def _done(self, pending: _PendingSwap, reply: Reply) -> None:
+        self._pending = None
+        self._reply(pending.client, reply)
