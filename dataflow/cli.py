@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -27,9 +28,17 @@ from dataflow.history.summary import summarize
 from dataflow.history.verify import report, verify
 from dataflow.launchers.submit import launch
 from dataflow.live.command import live as serve_page
+from dataflow.live.steering import Controls
 from dataflow.runs.commands import compare_runs, export_run, list_runs, report_run
 from dataflow.scheduler.orphans import clear
-from dataflow.scheduler.requests import ask_for_facts, ask_for_state, ask_to_scale, ask_to_stop, ask_to_swap
+from dataflow.scheduler.requests import (
+    ask_for_facts,
+    ask_for_state,
+    ask_to_scale,
+    ask_to_stop,
+    ask_to_swap,
+    told_replicas,
+)
 from dataflow.system.files import write_atomically
 
 Run = Annotated[Path, tyro.conf.Positional]
@@ -91,6 +100,21 @@ def show(run: Run = Path("runs/latest")) -> int:
     return verdict.exit_status
 
 
+def _stop(folder: RunFolder, by: str | None = None) -> str:
+    ask_to_stop(folder, by=by)
+    return f"{folder.path.name} ends after the step under way; dataflow resume goes on with it"
+
+
+def _scale(folder: RunFolder, wishes: Mapping[str, int], by: str | None = None) -> str:
+    return "\n".join(told_replicas(ask_to_scale(folder, wishes, by=by)))
+
+
+_CONTROLS = Controls(
+    stop=_stop, scale=_scale,
+    swap=lambda folder, node, reference, by: ask_to_swap(folder, node, reference, by=by),
+)  # fmt: skip
+
+
 def scale(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
     """Let replicas of a node join or leave a run that is under way; returns once the run has taken the wish in.
 
@@ -98,9 +122,7 @@ def scale(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) ->
         run: the run folder, such as runs/latest.
         wishes: how many replicas which node is to have, as in generator=3.
     """
-    for node, counts in ask_to_scale(RunFolder.open(run), dict(map(_wish, wishes))).items():
-        told = [f"{count} {state}" for state, count in counts.items() if count]
-        print(f"{node}: {', '.join(told)}")
+    print(_scale(RunFolder.open(run), dict(map(_wish, wishes))))
     return 0
 
 
@@ -138,8 +160,7 @@ def stop(run: Run = Path("runs/latest")) -> int:
             f"goes on with it"
         )
         return 0
-    ask_to_stop(folder)
-    print(f"{folder.path.name} ends after the step under way; dataflow resume goes on with it")
+    print(_stop(folder))
     return 0
 
 
@@ -234,14 +255,19 @@ def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.Fla
     return 0
 
 
-def live(runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("runs/latest"),), port: int = 0) -> int:
+def live(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("runs/latest"),),
+    port: int = 0,
+    steer: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
     """Show runs on a page for browsers on this machine: graph, series, rollouts, faults; read-only, until Ctrl-C.
 
     Args:
         runs: run folders: of runs under way or over, or copied from elsewhere.
         port: where to listen; any that is free when left out.
+        steer: let whoever has the page's address stop, scale and swap; each request is kept in requests.jsonl.
     """
-    return serve_page(runs, ask_for_state, port)
+    return serve_page(runs, ask_for_state, port, _CONTROLS if steer else None)
 
 
 def calibrate(

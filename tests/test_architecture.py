@@ -45,6 +45,7 @@ OWN_LIMITS = {
     "transport/native/compile.py",  # without a kernel all goes on, slower
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
     "operators/training/knobs.py",  # recover_within_s is no wait
+    "dataflow/live/server.py",  # a browser waits for it, no run
     "operators/serving/bounds.py", "operators/serving/engine_thread.py", "operators/serving/service.py",  # no run
     "operators/warm_start/launch.py",  # before a run
     "dataflow/foresight/simulation/scenario.py",  # seconds by a simulation's clock, which nobody waits

@@ -20,6 +20,7 @@ from dataflow.live.marks import Marks
 from dataflow.live.rollouts import RolloutFilter, Rollouts
 from dataflow.live.series import Metrics
 from dataflow.live.server import Response, sentence
+from dataflow.live.steering import Steering
 from dataflow.system.files import to_json
 
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -77,8 +78,10 @@ class WatchedRun:
 class PageAnswers:
     """Of all runs of a page; called in threads."""
 
-    def __init__(self, folders: Sequence[RunFolder], ask: Ask) -> None:
+    def __init__(self, folders: Sequence[RunFolder], ask: Ask, steering: Steering | None = None) -> None:
+        """steering: how runs are changed; None: they are not."""
         self._runs = [WatchedRun(folder, ask) for folder in folders]
+        self._steering = steering
         self._asked: Mapping[str, Callable[[WatchedRun, PageQuery], Any]] = {
             "graph": lambda run, question: run.graph,
             "now": _now,
@@ -101,7 +104,8 @@ class PageAnswers:
         path, _, asked = address.partition("?")
         question = PageQuery(parse_qs(asked, keep_blank_values=True, max_num_fields=100))
         if path == "api/runs":
-            return _json([{"run": at, "name": run.folder.path.name} for at, run in enumerate(self._runs)])
+            runs = [{"run": at, "name": run.folder.path.name} for at, run in enumerate(self._runs)]
+            return _json({"runs": runs, "steers": self._steering is not None})
         if path == "trace":
             run = self._run(question)
             if not run.folder.trace.is_file():
@@ -116,6 +120,12 @@ class PageAnswers:
             finally:
                 run.lock.release()
         return _file(path or "index.html")
+
+    def steer(self, address: str, body: bytes) -> Response:
+        """Ask a run for what a request names. Errors: as for what is read, and ValueError where it is no request."""
+        assert self._steering is not None, "the server takes none else"
+        run = self._run(PageQuery(parse_qs(address.partition("?")[2], max_num_fields=100)))
+        return _json({"answer": self._steering(run.folder, body)})
 
     def _run(self, question: "PageQuery") -> WatchedRun:
         number = question.whole("run", 0)

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import getpass
 import os
 import secrets
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +17,14 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.live.answers import MOST_RUNS, PageAnswers
 from dataflow.live.looks import Ask
 from dataflow.live.server import PageServer
+from dataflow.live.steering import Controls, Steering
 
 TOKEN_BYTES = 24
+STEERS = "which whoever has this address may stop and change"
 
 
-def live(runs: Sequence[Path], ask: Ask, port: int = 0) -> int:
-    """Serve the page of these runs; returns when it is interrupted.
+def live(runs: Sequence[Path], ask: Ask, port: int = 0, controls: Controls | None = None) -> int:
+    """Serve the page of these runs; returns when it is interrupted. controls: how they are changed; None: not at all.
 
     Errors: RunFolderError where there is no such folder, RunError where the port is taken.
     """
@@ -28,9 +32,12 @@ def live(runs: Sequence[Path], ask: Ask, port: int = 0) -> int:
         raise GraphError(f"a page shows {MOST_RUNS} runs at most, but {len(runs)} were named; name fewer")
     folders = [RunFolder.open(run) for run in runs]
     step_back()
-    server = PageServer(PageAnswers(folders, ask), secrets.token_urlsafe(TOKEN_BYTES))
+    by = f"{getpass.getuser()}@{socket.gethostname()}, from the live page"
+    answers = PageAnswers(folders, ask, Steering(controls, by) if controls is not None else None)
+    steer = answers.steer if controls is not None else None
+    server = PageServer(answers, secrets.token_urlsafe(TOKEN_BYTES), steer=steer)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(server, port, folders))
+        asyncio.run(_serve(server, port, folders, may="read-only" if controls is None else STEERS))
     return 0
 
 
@@ -45,7 +52,7 @@ def step_back() -> None:
     pa.set_io_thread_count(1)
 
 
-async def _serve(server: PageServer, port: int, folders: Sequence[RunFolder]) -> None:
+async def _serve(server: PageServer, port: int, folders: Sequence[RunFolder], may: str = "read-only") -> None:
     try:
         await server.start(port)
     except (OSError, OverflowError) as error:
@@ -54,5 +61,5 @@ async def _serve(server: PageServer, port: int, folders: Sequence[RunFolder]) ->
             f"port {port} of this machine cannot be had: {why}; name another with --port, or none"
         ) from error
     names = ", ".join(folder.path.name for folder in folders)
-    print(f"{names}, read-only, for browsers on this machine until Ctrl-C:\n{server.url}", flush=True)
+    print(f"{names}, {may}, for browsers on this machine until Ctrl-C:\n{server.url}", flush=True)
     await server.run()

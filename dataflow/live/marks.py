@@ -1,4 +1,4 @@
-"""What happened to a run at which step: faults, swaps, returns to a checkpoint, evaluations."""
+"""What happened to a run at which step: faults, swaps, requests, returns to a checkpoint, evaluations."""
 
 import bisect
 import contextlib
@@ -9,6 +9,7 @@ from typing import Any
 
 from dataflow.folder.faults import FILE, describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.request_log import read_requests
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import read_swaps
 from dataflow.history.describe import described
@@ -44,6 +45,7 @@ class Marks:
             self._found = {
                 "faults": [{"step": self._step_at(line.get("at")), **_fault(line)} for line in lines],
                 "swaps": [{"step": swap.step, "text": str(swap)} for swap in read_swaps(self.folder)[-MOST:]],
+                "requests": [_request(line) for line in read_requests(self.folder.path)[-MOST:]],
             }
             self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))
         return {**self._found, "restarts": list(restarts)[-MOST:], "rounds": list(rounds)[-MOST:]}
@@ -67,6 +69,15 @@ class Marks:
             return None
         place = bisect.bisect_right(self._times, (float(at), 1 << 62))
         return self._times[place - 1][1] if place else 0
+
+
+def _request(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of requests.jsonl."""
+    at, step = line.get("at"), line.get("step")
+    return {
+        "at": at if isinstance(at, int | float) else None, "step": step if isinstance(step, int) else None,
+        **{key: str(line.get(key, "")) for key in ("by", "request", "answer")}, "refused": line.get("refused") is True,
+    }  # fmt: skip
 
 
 def _fault(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """HTTP for the page: requests in, answers out, on loopback, with a deadline and a bound on everything."""
 
 import asyncio
+import functools
 import io
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -13,15 +14,18 @@ from typing import BinaryIO
 
 from dataflow.errors import DataflowError
 from dataflow.live.guard import HEADERS, NotAdmitted, PageRequest, admit
+from dataflow.live.steering import BODY_BYTES
 
 HEAD_BYTES = 16 * 1024
-"""Of a request, which has no body."""
+"""Of a request; its body has a bound of its own."""
 SLICE_BYTES = 256 * 1024
 """That are handed to the network at once."""
-ONCE = ("host", "origin", "sec-fetch-site")
+ONCE = ("host", "origin", "sec-fetch-site", "content-length", "content-type")
 """Lines of a request's head that decide who asks."""
 READERS = 4
 """Threads that read run folders."""
+STEERERS = 2
+"""Threads that bring requests to runs, which may take long: nobody who only looks waits for them."""
 log = logging.getLogger(__name__)
 
 
@@ -51,6 +55,8 @@ class ClientLimits:
     """For the answer to be found."""
     take_s: float = 30.0
     """To take it in."""
+    steer_s: float = 60.0
+    """For a run to do what it was asked for."""
     connections: int = 96
     """At a time; more are turned away."""
 
@@ -64,11 +70,17 @@ class PageServer:
     unblocked by: deadlines
     """
 
-    def __init__(self, answer: Callable[[str], Response], token: str, bounds: ClientLimits | None = None) -> None:
+    def __init__(
+        self, answer: Callable[[str], Response], token: str, bounds: ClientLimits | None = None,
+        steer: Callable[[str, bytes], Response] | None = None,
+    ) -> None:  # fmt: skip
         """answer: what stands at an address below the token; called in threads. It raises LookupError where nothing
-        does, DataflowError where that cannot be read."""
+        does, DataflowError where that cannot be read. steer: does what the body of a request asks for, and raises
+        likewise; None: nothing that changes a run is taken."""
         self._answer, self._token, self._bounds = answer, token, bounds or ClientLimits()
+        self._steer = steer
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+        self._steerers = ThreadPoolExecutor(STEERERS, thread_name_prefix="steerer")
         self._tasks: set[asyncio.Task[None]] = set()
         """One for each client."""
         self._server: asyncio.Server | None = None
@@ -102,6 +114,7 @@ class PageServer:
             await asyncio.wait(self._tasks, timeout=self._bounds.ask_s)
         await _pass_turns()
         self._pool.shutdown(wait=False)
+        self._steerers.shutdown(wait=False)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -132,20 +145,40 @@ class PageServer:
         if asked is None:
             await self._write(writer, sentence(400, "this is no request that a browser makes"), head_only=False)
             return
-        admitted = admit(asked, self._token)
+        admitted = admit(asked, self._token, steers=self._steer is not None)
         if isinstance(admitted, NotAdmitted):
             answer = sentence(admitted.status, admitted.why)
+        elif asked.method == "POST":
+            answer = await self._steered(admitted, asked.headers, reader)
         else:
             answer = await self._found(admitted)
         await self._write(writer, answer, head_only=asked.method == "HEAD")
 
+    async def _steered(self, address: str, headers: Mapping[str, str], reader: asyncio.StreamReader) -> Response:
+        """Take a request's body, and do what it asks for."""
+        assert self._steer is not None
+        length = headers.get("content-length", "")
+        if not (length.isascii() and length.isdecimal() and len(length) < 10) or int(length) > BODY_BYTES:
+            return sentence(413, f"a request has {BODY_BYTES} bytes at most, and says how many (Content-Length)")
+        async with asyncio.timeout(self._bounds.ask_s):
+            body = await reader.readexactly(int(length))
+        late = f"the run has not answered within {self._bounds.steer_s:.0f} s and may still do it; see its requests"
+        steer = functools.partial(self._steer, address, body)
+        return await self._in_time(self._steerers, steer, self._bounds.steer_s, late)
+
     async def _found(self, address: str) -> Response:
-        loop = asyncio.get_running_loop()
+        late = "the run's folder could not be read in time; the page asks again"
+        return await self._in_time(self._pool, functools.partial(self._answer, address), self._bounds.answer_s, late)
+
+    async def _in_time(
+        self, pool: ThreadPoolExecutor, call: Callable[[], Response], within_s: float, late: str
+    ) -> Response:
+        """What a call in a thread gives, or the sentence that tells why nothing. late: that of one that takes long."""
         try:
-            async with asyncio.timeout(self._bounds.answer_s):
-                return await loop.run_in_executor(self._pool, self._answer, address)
+            async with asyncio.timeout(within_s):
+                return await asyncio.get_running_loop().run_in_executor(pool, call)
         except TimeoutError:
-            return sentence(503, "the run's folder could not be read in time; the page asks again")
+            return sentence(503, late)
         except LookupError as error:
             return sentence(404, str(error.args[0]) if error.args else "nothing stands here")
         except (ValueError, DataflowError) as error:

@@ -28,15 +28,7 @@ from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, RunError
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents_socket import AgentsSocket
-from dataflow.scheduler.host_agent import (
-    HostAgent,
-    host_of,
-    natural,
-    same_name,
-    too_few,
-    too_late,
-    with_reach_addresses,
-)
+from dataflow.scheduler.host_agent import HostAgent, host_of, natural, same_name, too_few, too_late, with_addresses
 from dataflow.scheduler.host_messages import HostMessages
 from dataflow.system.security import RunKeys
 
@@ -71,7 +63,7 @@ class Agents:
         """As `TakenOverForkserver` has it."""
         self._folder, self._ours = folder, versions()
         self._hosts: dict[str, HostAgent] = {}
-        self._pending: dict[str, Spawn] = {}
+        self._spawns: dict[str, Spawn] = {}
         """By worker, the process that was asked for last."""
         self._events: list[Event] = []
         self.messages = HostMessages(hang_s)
@@ -130,7 +122,7 @@ class Agents:
         cannot, or has another; DeadlineError with who is late."""
         self._begin, self._built = begin, ours
         for agent in self._hosts.values():
-            self._send(agent, with_reach_addresses(begin, self._hosts))
+            self._send(agent, with_addresses(begin, self._hosts))
 
         def missing() -> list[str]:
             return [name for name, agent in self._hosts.items() if agent.built is None]
@@ -155,7 +147,7 @@ class Agents:
 
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """As `ForkserverClient.spawn`, on the host that the settings name."""
-        self._pending[name] = message = Spawn(name, settings, heavy, keeps)
+        self._spawns[name] = message = Spawn(name, settings, heavy, keeps)
         if self.messages.sits(name, settings["host"]):
             self._to_all(Pace(self.messages.beat_s))
         self._start(self._hosts[settings["host"]], message)
@@ -163,10 +155,10 @@ class Agents:
     def kill(self, name: str, number: int = signal.SIGKILL, *, forget: bool = False) -> None:
         """Send a signal to a worker. forget: it is nobody's wish any more, should its host not have heard that."""
         for host, agent in self._hosts.items():
-            if name in agent.handed or (name in self._pending and host_of(self._pending[name]) == host):
+            if name in agent.handed or (name in self._spawns and host_of(self._spawns[name]) == host):
                 self._send(agent, SendSignal(name, int(number)))
         if forget:
-            self._pending.pop(name, None)
+            self._spawns.pop(name, None)
 
     def flush(self) -> None:
         """What was said to workers leaves, in one message to each host."""
@@ -286,7 +278,7 @@ class Agents:
         elif agent.join.digest or agent.built is not None:
             self._ask(agent, self._begin)
         else:
-            self._send(agent, with_reach_addresses(self._begin, self._hosts))
+            self._send(agent, with_addresses(self._begin, self._hosts))
         self._send(agent, Pace(self.messages.beat_s))
         if self._stay is not None:
             self._send(agent, self._stay)
@@ -335,9 +327,9 @@ class Agents:
         for worker in agent.handed:
             self.messages.sits(worker, name)
         self._joined(name, agent)
-        for asked in self._pending.values():
-            if host_of(asked) == name and asked.name not in agent.handed:
-                self._start(agent, asked)  # it was lost on its way
+        for spawn in self._spawns.values():
+            if host_of(spawn) == name and spawn.name not in agent.handed:
+                self._start(agent, spawn)  # it was lost on its way
 
     def _start(self, agent: HostAgent, spawn: Spawn) -> None:
         agent.questions.outdate()
@@ -365,7 +357,7 @@ class Agents:
     def _forget(self, host: str) -> None:
         """What was asked of a host is nobody's wish any more."""
         self._socket.forget(self._hosts[host].identity)
-        self._pending = {worker: each for worker, each in self._pending.items() if host_of(each) != host}
+        self._spawns = {worker: each for worker, each in self._spawns.items() if host_of(each) != host}
 
     # Messages
 

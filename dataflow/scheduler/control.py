@@ -13,15 +13,16 @@ from typing import Any
 from dataflow.agent.workload import ForkWorkload
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.faults import Faults
+from dataflow.folder.request_log import RequestLog
 from dataflow.folder.snapshot import SnapshotFile
 from dataflow.folder.swaps import latest
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
 from dataflow.scheduler import events, scaling, seating
-from dataflow.scheduler.control_server import ControlServer, Message
+from dataflow.scheduler.control_server import Client, ControlServer, Message
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.requests import SwapNode, answer
+from dataflow.scheduler.requests import Refused, Reply, Request, SwapNode, TellFacts, answer, in_short, outcome
 from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.swaps.swap_requests import SwapRequests
@@ -62,6 +63,7 @@ class Scheduler:
         self.notices: list[str] = []
         """What the user may want to read, oldest first; whoever shows it takes it out."""
         self._faults = Faults(settings.folder, clock, self.notices)
+        self._request_log = RequestLog(settings.folder, self.notices.append)
         self._wish = False
         self._ticked = float("-inf")
         keys: Mapping[str, bytes] = {}
@@ -86,7 +88,7 @@ class Scheduler:
         self.stall_watch = StallWatch(self.table, server.send, settings, clock)
         self._swap_requests = SwapRequests(
             self.table, server, lambda record: self._of(record, record.host),
-            swap_in=lambda swap: self._apply(events.SwapIn(swap)), reply=server.reply, clock=clock,
+            swap_in=lambda swap: self._apply(events.SwapIn(swap)), reply=self._reply, clock=clock,
         )  # fmt: skip
 
     @property
@@ -139,7 +141,7 @@ class Scheduler:
             if isinstance(request, SwapNode):
                 self._swap_requests.ask(client, request)
                 continue
-            self._server.reply(client, answer(request, self.scale, self.stall_watch.answer, self.wish_drain))
+            self._reply(client, request, answer(request, self.scale, self.stall_watch.answer, self.wish_drain))
         for event in told:
             self._note(event)
         if self._wish and not self.table.run.draining:
@@ -147,6 +149,14 @@ class Scheduler:
         self._pass_time()
         self._swap_requests.look()
         self.notices += self.stall_watch.look()
+
+    def _reply(self, client: Client, request: Request, reply: Reply) -> None:
+        """Answer a request; one that would change the run is put on record."""
+        if not isinstance(request, TellFacts):
+            self._request_log.write(
+                request.by, in_short(request), self.table.run.step, outcome(reply), refused=isinstance(reply, Refused)
+            )
+        self._server.reply(client, reply)
 
     def _pass_time(self) -> None:
         """What follows from time alone; of many workers not in every turn."""

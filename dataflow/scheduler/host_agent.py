@@ -23,19 +23,19 @@ class Questions:
     """What an agent was asked: which workers it has. It hears and answers in order, but perhaps late; what it says of
     a moment before its newest process was asked for, or before its host was lost, is out of date."""
 
-    _asked: int = 0
+    _latest: int = 0
     """The number of the last one."""
     _outdated: int = 0
     """The last one whose answer is."""
 
     def ask(self) -> int:
         """The number of another one."""
-        self._pending += 1
-        return self._pending
+        self._latest += 1
+        return self._latest
 
     def outdate(self) -> None:
         """Answers to what was asked so far do not count."""
-        self._outdated = self._pending
+        self._outdated = self._latest
 
     def counts(self, question: int) -> bool:
         """Whether the answer to it does."""
@@ -44,7 +44,7 @@ class Questions:
     @property
     def is_open(self) -> bool:
         """Whether an answer that counts is on its way, or has come."""
-        return self._pending > self._outdated
+        return self._latest > self._outdated
 
 
 @dataclass
@@ -118,7 +118,7 @@ class HostAgent:
         }  # fmt: skip
 
 
-def with_reach_addresses(begin: Begin, hosts: Mapping[str, HostAgent]) -> Begin:
+def with_addresses(begin: Begin, hosts: Mapping[str, HostAgent]) -> Begin:
     """What a host is to build, and whom it has to reach."""
     return replace(
         begin, reach_addresses={name: each.join.reach_address for name, each in hosts.items() if not each.has_left}

@@ -38,6 +38,8 @@ class Scale:
     """Let nodes have so many replicas."""
 
     wishes: Mapping[str, Natural]
+    by: str = ""
+    """Who asks, as user@host."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class TellFacts:
 @dataclass(frozen=True)
 class StopRun:
     """Finish the step under way, write a checkpoint and end."""
+
+    by: str = ""
+    """Who asks, as user@host."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ Immediate: TypeAlias = Scale | TellFacts | StopRun
 """Those that are answered at once."""
 Request: TypeAlias = Immediate | SwapNode
 Reply: TypeAlias = Scaled | FactsTold | Stopping | Swapped | Refused
-REQUESTS: Codec[Request] = Codec("dataflow.requests", 2, Scale, TellFacts, StopRun, SwapNode)
+REQUESTS: Codec[Request] = Codec("dataflow.requests", 3, Scale, TellFacts, StopRun, SwapNode)
 REPLIES: Codec[Reply] = Codec("dataflow.replies", 1, Scaled, FactsTold, Stopping, Swapped, Refused)
 
 
@@ -124,29 +129,71 @@ def answer(
                 return Refused(str(error))
 
 
-def ask_to_scale(folder: RunFolder, wishes: Mapping[str, int], timeout_s: float = ANSWER_S) -> Replicas:
+def in_short(request: Scale | StopRun | SwapNode) -> str:
+    """What somebody wishes, for people."""
+    match request:
+        case Scale():
+            return ", ".join(f"{node} = {count} replica{'s' * (count != 1)}" for node, count in request.wishes.items())
+        case StopRun():
+            return "stop after the step under way"
+        case SwapNode():
+            return f"{request.node} = {request.reference}"
+
+
+def outcome(reply: Reply) -> str:
+    """What came of it, for people."""
+    match reply:
+        case Refused():
+            return reply.error
+        case Swapped():
+            return reply.text
+        case Scaled():
+            return "; ".join(told_replicas(reply.replicas))
+        case Stopping():
+            return "it ends after the step under way"
+        case FactsTold():
+            return "told"
+
+
+def told_replicas(replicas: Replicas) -> list[str]:
+    """A line for each node."""
+    counts = {node: [f"{n} {how}" for how, n in each.items() if n] for node, each in replicas.items()}
+    return [f"{node}: {', '.join(each)}" for node, each in counts.items()]
+
+
+def ask_to_scale(
+    folder: RunFolder, wishes: Mapping[str, int], timeout_s: float = ANSWER_S, by: str | None = None
+) -> Replicas:
     """Ask the run in a folder for so many replicas of some nodes; what it has, once it has taken the wish in.
 
-    Raises RunError when the run is over or refuses, DeadlineError when it does not answer in time.
+    by: who asks; None: `asker()`. Raises RunError when the run is over or refuses, DeadlineError when it does not
+    answer in time.
     """
-    return _exchange(folder, Scale(wishes), Scaled, timeout_s).replicas
+    return _exchange(folder, Scale(wishes, asker() if by is None else by), Scaled, timeout_s).replicas
 
 
-def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S) -> None:
+def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S, by: str | None = None) -> None:
     """Ask the run in a folder to finish the step under way, write a checkpoint and end; returns when it will.
 
-    Raises RunError when the run is over, DeadlineError when it does not answer in time.
+    by: as for `ask_to_scale`. Raises RunError when the run is over, DeadlineError when it does not answer in time.
     """
-    _exchange(folder, StopRun(), Stopping, timeout_s)
+    _exchange(folder, StopRun(asker() if by is None else by), Stopping, timeout_s)
 
 
-def ask_to_swap(folder: RunFolder, node: str, reference: str, timeout_s: float = SWAPPED_S) -> str:
+def ask_to_swap(
+    folder: RunFolder, node: str, reference: str, timeout_s: float = SWAPPED_S, by: str | None = None
+) -> str:
     """Ask the run in a folder to let another operator take the place of a scorer or filter; what came of it.
 
-    Raises RunError when the run is over or refuses, DeadlineError when it does not answer in time.
+    by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when it does not answer in
+    time.
     """
-    by = f"{getpass.getuser()}@{socket.gethostname()}"
-    return _exchange(folder, SwapNode(node, reference, by), Swapped, timeout_s).text
+    return _exchange(folder, SwapNode(node, reference, asker() if by is None else by), Swapped, timeout_s).text
+
+
+def asker() -> str:
+    """This process's user, as user@host."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:

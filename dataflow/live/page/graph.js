@@ -72,8 +72,15 @@ document.getElementById('in').onclick = () => zoom(scale * 1.25);
 document.getElementById('out').onclick = () => zoom(scale / 1.25);
 document.getElementById('fit').onclick = fit;
 
+let told = () => {};
+export const onPicked = callback => { told = callback; };
+
+const takesWeights = name => graph.edges.some(edge => edge.plane === 'weights' && [edge.from, edge.to].includes(name));
+
 function pick(name) {
   picked = picked === name ? null : name;
+  const declared = graph.nodes.find(node => node.name === picked);
+  told(picked && {name: picked, swaps: declared.kind === 'operator' && !takesWeights(picked), replicas: now?.nodes.find(each => each.name === picked)?.replicas});
   for (const [other, part] of parts) part.element.classList.toggle('picked', other === picked);
   showPicked();
 }

@@ -1,8 +1,9 @@
 // The page: which runs it shows, when it asks, and what is in which place.
 import {add, ask, fill, plain, say, seconds, short} from './text.js';
-import {drawGraph, showNow} from './graph.js';
+import {drawGraph, onPicked, showNow} from './graph.js';
 import {load, offer, onChosen, restart} from './charts.js';
 import {open, sawStep, shut, useRun} from './rollouts.js';
+import {allowSteering, steerLive, steerNode, steerRun} from './steer.js';
 
 const $ = id => document.getElementById(id);
 const EVERY_MS = 1000, SERIES_MS = 2000, SLOW_MS = 5000;
@@ -23,6 +24,7 @@ async function choose(number) {
   restart(runs[run].name, beside === null ? '' : runs[beside].name);
   drawGraph(await ask('graph', {run}));
   useRun(run);
+  steerRun(run);
 }
 
 function header(now) {
@@ -37,6 +39,7 @@ function header(now) {
   reading.hidden = now.read >= 1;
   say(reading, `reading the run's metrics: ${Math.round(now.read * 100)}%`);
   sawStep(last);
+  steerLive(now.state === 'under way');
   $('trace').hidden = !now.has_trace;
   $('no-trace').hidden = now.has_trace;
 }
@@ -52,6 +55,9 @@ async function series(now) {
   const at = line => line.at === null ? '–' : new Date(line.at * 1000).toLocaleString();
   fill($('fault-rows'), [{text: 'when'}, {text: 'step', number: true}, {text: 'worker'}, {text: 'what'}],
     marks.faults.length ? [...marks.faults].reverse().map(line => [at(line), short(line.step), line.worker, line.text]) : [['–', '–', '–', 'no fault is on record']]);
+  $('requests').hidden = !marks.requests.length;
+  fill($('request-rows'), [{text: 'when'}, {text: 'step', number: true}, {text: 'by'}, {text: 'request'}, {text: 'what came of it'}],
+    [...marks.requests].reverse().map(line => [at(line), short(line.step), line.by, line.request, line.refused ? `refused: ${line.answer}` : line.answer]));
 }
 
 async function tick() {
@@ -88,7 +94,9 @@ async function follow() {
 
 async function start() {
   try {
-    runs = await ask('runs');
+    const found = await ask('runs');
+    runs = found.runs;
+    allowSteering(found.steers);
     for (const each of runs) {
       add($('run'), 'option', each.name).value = each.run;
       add($('beside'), 'option', each.name).value = each.run;
@@ -111,6 +119,7 @@ $('beside').onchange = () => {
   changes = -1; drawn = 0;
   again();
 };
+onPicked(steerNode);
 onChosen(() => { changes = -1; drawn = 0; again(); });
 window.addEventListener('hashchange', () => { if (place().rollout || location.hash.includes('run=')) follow(); else shut(); });
 start();

@@ -38,6 +38,7 @@ class _PendingSwap:
     """One swap that somebody waits for."""
 
     client: Client
+    request: SwapNode
     wanted: Swap
     trial: str
     """The process that tries it; empty: it has ended."""
@@ -57,7 +58,7 @@ class SwapRequests:
 
     def __init__(
         self, table: Table, server: TrialServer, settings_of: Callable[[WorkerRecord], Settings],
-        swap_in: Callable[[Swap], None], reply: Callable[[Client, Reply], None], clock: Callable[[], float],
+        swap_in: Callable[[Swap], None], reply: Callable[[Client, SwapNode, Reply], None], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """settings_of: what a worker that starts now would be told. swap_in: takes an operator in that fits."""
         self._table, self._server, self._settings_of = table, server, settings_of
@@ -69,12 +70,13 @@ class SwapRequests:
         try:
             policy.check(self._table, request.node)
         except DataflowError as error:
-            self._reply(client, Refused(str(error)))
+            self._reply(client, request, Refused(str(error)))
             return
         if self._pending is not None:
             other = self._pending.wanted
             self._reply(
                 client,
+                request,
                 Refused(f"'{other.node}' is just being swapped for '{other.reference}'; ask again when that is done"),
             )
             return
@@ -88,7 +90,7 @@ class SwapRequests:
         )  # fmt: skip
         trial = f"{swap_trial.NAME}-{settings.replica}"
         self._server.spawn(trial, settings.to_plain(), False, False)
-        self._pending = _PendingSwap(client, wanted, trial, self._clock() + TRIAL_S)
+        self._pending = _PendingSwap(client, request, wanted, trial, self._clock() + TRIAL_S)
 
     def hear(self, name: str, message: FromWorker) -> bool:
         """Take in what a trial says; whether it is one, be it that of a swap which is over."""
@@ -161,4 +163,4 @@ class SwapRequests:
 
     def _done(self, pending: _PendingSwap, reply: Reply) -> None:
         self._pending = None
-        self._reply(pending.client, reply)
+        self._reply(pending.client, pending.request, reply)

@@ -21,6 +21,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.live.answers import PageAnswers
 from dataflow.live.server import ClientLimits, PageServer
+from dataflow.live.steering import Controls, Steering
 
 TOKEN = "t0ken-of-a-test"
 STEPS, GROUPS, SIZE = 6, 2, 3
@@ -90,16 +91,24 @@ class Served:
     waits: ClientLimits
 
     def get(
-        self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET", token: str = TOKEN
+        self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET", token: str = TOKEN,
+        body: bytes | None = None,
     ) -> tuple[int, bytes, dict[str, str]]:  # fmt: skip
         """Status, body, and headers in lower case."""
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
-            client.request(method, f"/{token}/{path}", headers=dict(headers or {}))
+            client.request(method, f"/{token}/{path}", body=body, headers=dict(headers or {}))
             answer = client.getresponse()
             return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
         finally:
             client.close()
+
+    def steer(self, request: Any, headers: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+        """Send a request as the page does; status and answer. request: JSON, or bytes as they are."""
+        sent = {"Content-Type": "application/json", "Origin": f"http://127.0.0.1:{self.port}", **(headers or {})}
+        body = request if isinstance(request, bytes) else json.dumps(request).encode()
+        status, answer, _ = self.get("api/steer", sent, "POST", body=body)
+        return status, json.loads(answer)
 
     def json(self, path: str) -> Any:
         """What an address below api/ says."""
@@ -116,8 +125,12 @@ def serve() -> Iterator[Callable[..., Served]]:
     thread.start()
     made: list[PageServer] = []
 
-    def start(folders: Sequence[RunFolder], ask: Any = over, bounds: ClientLimits | None = None) -> Served:
-        server = PageServer(PageAnswers(folders, ask), TOKEN, bounds)
+    def start(
+        folders: Sequence[RunFolder], ask: Any = over, bounds: ClientLimits | None = None,
+        controls: Controls | None = None,
+    ) -> Served:  # fmt: skip
+        answers = PageAnswers(folders, ask, Steering(controls, "somebody@here") if controls else None)
+        server = PageServer(answers, TOKEN, bounds, steer=answers.steer if controls else None)
         asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
         made.append(server)
         return Served(server.port, bounds or ClientLimits())

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 from chromium import Browser, browser, program
+from under_way import told
 
+from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
+from dataflow.live.steering import Controls
 
 pytestmark = [
     pytest.mark.slow,
@@ -97,3 +100,42 @@ def test_nothing_is_wider_than_the_screen(page: Browser, width: int, dark: bool)
     page.wait(f"document.documentElement.scrollWidth <= {width}")
     colour = page.ask("getComputedStyle(document.body).backgroundColor")
     assert colour == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+
+
+def test_a_page_that_may_steer_asks_once_and_tells_what_came_of_it(
+    folder: RunFolder, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    calls: list[Any] = []
+
+    def scale(run: RunFolder, wishes: Any, by: str) -> str:
+        calls.append(dict(wishes))
+        return "generator: 3 live"
+
+    def stop(run: RunFolder, by: str) -> str:
+        raise RunError("it <b>ends</b> already")
+
+    controls = Controls(stop=stop, scale=scale, swap=lambda *_: "swapped")
+    served = serve([folder], ask=lambda *_: told(10, 1.0), controls=controls)
+    with browser(tmp_path / "browser") as page:
+        page.look_like(1280, 900)
+        page.open(f"http://127.0.0.1:{served.port}/t0ken-of-a-test/")
+        page.wait("!document.getElementById('stop-run').disabled")
+        page.ask("document.querySelectorAll('#stage .node')[1].focus()")
+        page.press("Enter")
+        page.wait("!document.getElementById('steer-node').hidden")
+        page.ask("document.querySelector('#steer-node input').value = 3")
+        page.ask("document.querySelector('#steer-node form').requestSubmit()")
+        assert "3 replicas" in page.wait(
+            "document.getElementById('confirm').open && document.getElementById('confirm-title').textContent"
+        )
+        assert not calls, "it asks first"
+        page.ask("document.getElementById('confirm-do').click(); document.getElementById('confirm-do').click()")
+        page.wait("document.getElementById('confirm-answer').textContent == 'generator: 3 live'")
+        page.ask("document.getElementById('confirm-cancel').click()")
+        assert calls == [{"generator": 3}]
+        page.ask("document.getElementById('stop-run').click()")
+        page.ask("document.getElementById('confirm-cancel').click()")
+        page.ask("document.getElementById('stop-run').click()")
+        page.ask("document.getElementById('confirm-do').click()")
+        page.wait("document.getElementById('confirm-answer').textContent == 'it <b>ends</b> already'")
+        assert not page.troubles or all("409" in each for each in page.troubles)

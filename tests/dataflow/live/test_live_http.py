@@ -30,7 +30,7 @@ def contents(folder: RunFolder) -> dict[str, tuple[int, bytes]]:
 def test_what_the_page_asks_for_is_answered_and_the_folder_stays_as_it_was(folder: RunFolder, serve: Serve) -> None:
     before = contents(folder)
     page = serve([folder, folder])
-    assert [run["name"] for run in page.json("runs")] == [folder.path.name] * 2
+    assert [run["name"] for run in page.json("runs")["runs"]] == [folder.path.name] * 2
     graph = page.json("graph?run=1")
     assert {node["name"] for node in graph["nodes"]} >= {"prompts", "generator", "reward", "trainer"}
     drawn = json.dumps(graph["picture"])

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from under_way import told
 
 from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.faults import FILE
@@ -86,17 +87,6 @@ def test_faults_stand_at_the_step_that_was_the_last_before_them(folder: RunFolde
     assert found["faults"][0]["step"] == 0 and found["faults"][-1]["step"] == 6
     assert found["faults"][1]["step"] in (4, 5, 6) and found["faults"][2]["step"] is None
     assert found["restarts"] == [3] and found["rounds"] == [0, 6] and "g-0 was killed" in found["faults"][0]["text"]
-
-
-def told(rows: int, busy: float) -> dict[str, Any]:
-    heartbeat = {
-        "nodes": {"generator": {"seconds": {"busy": busy, "idle": 1.0, "blocked": 0.0}, "rows_in": rows,
-                                    "rows_out": rows * 8, "status": {"version": 3}, "ended": False, "blocked": False}},
-        "edges": {"prompts>generator:prompts": [4, 8]},
-    }  # fmt: skip
-    worker = {"state": "ready", "pid": 0, "silent_s": 0.1, "heartbeat": heartbeat, "nodes": ["generator"]}
-    return {"phase": "training", "draining": False, "step": 6, "steps": 9, "still_s": 0.2, "pid": 0, "history": {},
-            "workers": {"generator-0": worker}}  # fmt: skip
 
 
 def test_a_run_under_way_is_told_by_its_scheduler_once_for_all_who_ask(folder: RunFolder) -> None:

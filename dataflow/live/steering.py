@@ -1,0 +1,107 @@
+"""What a page that may steer asks of a run: what its browser sends, checked, and brought to the scheduler once."""
+
+import collections
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from dataflow.errors import DataflowError
+from dataflow.folder.run_folder import RunFolder
+
+BODY_BYTES = 16 * 1024
+"""Of a request."""
+REMEMBERED = 256
+"""Requests whose answers are kept, so that one that comes twice is made once."""
+MOST_TEXT = 500
+"""Characters of a name or reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """How a run is asked; each returns what came of it, for people, and raises DataflowError where nothing did.
+
+    by: who asks."""
+
+    stop: Callable[[RunFolder, str], str]
+    scale: Callable[[RunFolder, Mapping[str, int], str], str]
+    swap: Callable[[RunFolder, str, str, str], str]
+    """A node, and the operator that takes its place, as MODULE:ATTRIBUTE."""
+
+
+Action: TypeAlias = Callable[[RunFolder, str], str]
+"""Asks a run, in the name of somebody."""
+
+
+def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
+    """The request's number, and what it asks for: {"number": of the page's own choice, "action": "stop" | "scale" |
+    "swap", "node", "replicas", "reference"}. Errors: ValueError that says what is wrong."""
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        raise ValueError(f"this is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"a JSON map is asked for, and not {type(found).__name__}")
+    number, action = _text(found, "number"), _text(found, "action")
+    match action:
+        case "stop":
+            return number, controls.stop
+        case "scale":
+            node, replicas = _text(found, "node"), found.get("replicas")
+            if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
+                raise ValueError(f"'replicas' is to be a whole number from 0 on, and not {replicas!r}")
+            return number, lambda run, by: controls.scale(run, {node: replicas}, by)
+        case "swap":
+            node, reference = _text(found, "node"), _text(found, "reference")
+            return number, lambda run, by: controls.swap(run, node, reference, by)
+    raise ValueError(f"no action is called {action!r}; there are stop, scale and swap")
+
+
+def _text(found: Mapping[str, Any], name: str) -> str:
+    value = found.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= MOST_TEXT:
+        raise ValueError(f"'{name}' is to be a text of 1 to {MOST_TEXT} characters")
+    return value
+
+
+class Steering:
+    """Makes each request once, whoever sends it again; called in threads.
+
+    consumes: requests of browsers
+    produces: requests to the schedulers of runs
+    waits for: their answers; who sends the same again waits for the same answer
+    unblocked by: the deadlines of `Controls`
+    """
+
+    def __init__(self, controls: Controls, by: str) -> None:
+        """by: in whose name runs are asked."""
+        self._controls, self._by = controls, by
+        self._lock = threading.Lock()
+        self._made: collections.OrderedDict[str, _Made] = collections.OrderedDict()
+
+    def __call__(self, run: RunFolder, body: bytes) -> str:
+        """What came of it. Errors: ValueError where it is no request, DataflowError where the run refuses."""
+        number, action = read_action(self._controls, body)
+        key = f"{run.path}\0{number}"
+        with self._lock:
+            made = self._made.setdefault(key, _Made())
+            while len(self._made) > REMEMBERED:
+                self._made.popitem(last=False)
+        with made.lock:
+            if made.answer is None:
+                try:
+                    made.answer = action(run, self._by)
+                except DataflowError as error:
+                    made.answer = error
+        if isinstance(made.answer, DataflowError):
+            raise made.answer
+        return made.answer
+
+
+class _Made:
+    """A request, and what came of it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.answer: str | DataflowError | None = None
