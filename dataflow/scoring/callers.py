@@ -23,6 +23,10 @@ class Caller(Protocol):
     def open_calls(self) -> int:
         """Calls submitted and not yet answered."""
 
+    @property
+    def at_work(self) -> float:
+        """The share of its own processes that have calls, from 0 to 1."""
+
     def waits(self) -> Sequence[int]:
         """A descriptor that is readable when `poll` has something to do, where it waits for anybody."""
 
@@ -40,6 +44,7 @@ class InWorker:
     """Makes the calls of one job at a time in this process, with no limits."""
 
     restarts = 0
+    at_work = 0.0
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings

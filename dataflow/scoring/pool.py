@@ -92,6 +92,15 @@ class Pool:
         return sum(job.left for job in self._jobs.values())
 
     @property
+    def at_work(self) -> float:
+        """The share of the calls that its processes could make at a time which they have, from 0 to 1."""
+        if not self._jobs:
+            return 0.0
+        most = self._settings.concurrency
+        made = sum(min(process.open_calls, most) for process in self._processes)
+        return made / (most * len(self._processes))
+
+    @property
     def pids(self) -> list[int]:
         """Its processes, the server first."""
         return [self._server.pid, *(process.pid for process in self._processes if process.pid)]

@@ -133,6 +133,10 @@ class Scoring(Runtime):
                 ready += self._leave(held, is_last=False)
         return ready or None
 
+    def beside(self) -> float:
+        """The share of its pool that makes calls."""
+        return self._caller.at_work
+
     def status(self) -> dict[str, float | int | str]:
         """Rows waiting, scored and failed, and how often a process was replaced."""
         return {

@@ -218,13 +218,19 @@ class NodeLoops:
         """What each node says of itself and how it spent its time: plain values for the beat."""
         return {
             node: {
-                "status": self.runtimes[node].status(), "seconds": dict(loop.seconds), "rows_in": loop.rows_in,
-                "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked, "paused": loop.paused,
+                "status": self.runtimes[node].status(), **self.spent(node), "rows_in": loop.rows_in,
+                "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked, "starved": loop.starved,
+                "paused": loop.paused,
                 "turn": "" if loop.turns is None else loop.turns.state, "pending": self.runtimes[node].pending(),
                 "oldest": loop.acknowledgements.oldest(),
             }
             for node, loop in self.loops.items()
         }  # fmt: skip
+
+    def spent(self, node: str) -> dict[str, Any]:
+        """How a node's time was spent until now, as a report has it; asked in any thread."""
+        seconds, measured_s = self.loops[node].seconds()
+        return {"seconds": seconds, "measured_s": measured_s}
 
     def close(self) -> None:
         """Close the runtimes and the ledger, each also where one before it fails."""
@@ -299,6 +305,7 @@ class NodeLoops:
             ledger=self.ledger,
             limits=self.settings.limits,
             clock=self._clock,
+            spent=lambda: self.loops[name].seconds()[0] if name in self.loops else {},
             log=node_log(name),
             writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
             refreshers={each: self._writer_of(name, each) for each in refreshes_of(self.graph, name)},

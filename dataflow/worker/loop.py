@@ -19,6 +19,7 @@ from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.records import GROUP_ID, group_slices
 from dataflow.runtime import Batch, Runtime
 from dataflow.worker.acknowledgements import Acknowledgements
+from dataflow.worker.state_clock import State, StateClock
 from dataflow.worker.turns import Turns
 
 Acked: TypeAlias = Callable[[Iterable[int]], None]
@@ -78,7 +79,7 @@ class NodeLoop:
 
     consumes: deliveries of its inlets, while the runtime has room
     produces: batches on the outlets of their source; acknowledgements once what they led to was acknowledged
-    waits for: credit on its outlets (back-pressured), rows or weights (idle)
+    waits for: credit on its outlets (blocked), rows or its turn (waiting), weights (starved)
     unblocked by: grants and arrivals, noticed at the next `turn`
     """
 
@@ -108,7 +109,6 @@ class NodeLoop:
         self.paused = False
         self.ended = False
         self.rows_in = self.rows_out = 0
-        self.seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
         self._inlets, self._outlets = inlets, outlets
         self._ends: list[Inlet | Outlet] = [
             *(inlet for _, _, inlet in inlets),
@@ -116,6 +116,8 @@ class NodeLoop:
         ]
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
         self._marks, self._span, self._clock = marks or {}, span, clock
+        self._began = clock()
+        self._time = StateClock(self._began)
         self.turns = turns
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Acked]] = collections.deque()
         self._finished = finished or {}
@@ -132,8 +134,34 @@ class NodeLoop:
         """Whether finished rows wait for credit."""
         return bool(self._outbox)
 
+    @property
+    def starved(self) -> bool:
+        """Whether only newer weights would let it begin what it has."""
+        return self._time.state == "starved"
+
+    def seconds(self) -> tuple[dict[str, float], float]:
+        """How its time was spent, and the time since it was made, which that adds up to; asked in any thread."""
+        now = self._clock()
+        return self._time.read(now), now - self._began
+
     def turn(self) -> bool:
         """One round: send, receive, work. True when anything moved."""
+        began = self._clock()
+        self._time.begin(began)
+        moved = self._turn()
+        ended = self._clock()
+        if moved:
+            self._span(self.node, began, ended)
+        self._time.end(ended, self._state(), is_work=moved, beside=0.0 if self._outbox else self.runtime.beside())
+        return moved
+
+    def _state(self) -> State:
+        """That of the node until its next turn. One that could go on at once waits for its turn at the worker."""
+        if self._outbox:
+            return "blocked"
+        return "starved" if self.runtime.starved() else "waiting"
+
+    def _turn(self) -> bool:
         for end in self._ends:
             end.poll()
         self._answer()
@@ -143,13 +171,9 @@ class NodeLoop:
         if self._outbox or self.paused:
             return moved
         moved |= self._receive()
-        began = self._clock()
         with boundary(self.node, "working"):
             made = self.runtime.work()
         if made is not None:
-            ended = self._clock()
-            self.seconds["busy"] += ended - began
-            self._span(self.node, began, ended)
             self._queue(made)
             self._settle()
             self._flush()
@@ -166,17 +190,8 @@ class NodeLoop:
         """Give the devices up, or take them, where others share them and it is time; what that takes is work."""
         if self.turns is None:
             return False
-        began = self._clock()
         with boundary(self.node, "taking its turn"):
-            changed = self.turns.turn(self.runtime, held_up=bool(self._outbox))
-        if changed:
-            self.seconds["busy"] += self._clock() - began
-            self._span(self.node, began, self._clock())
-        return changed
-
-    def waited(self, seconds: float) -> None:
-        """Account for time that the worker slept while this node had nothing to do, or no credit."""
-        self.seconds["blocked" if self._outbox else "idle"] += seconds
+            return self.turns.turn(self.runtime, held_up=bool(self._outbox))
 
     def _receive(self) -> bool:
         moved = False
@@ -187,10 +202,8 @@ class NodeLoop:
                     break
                 moved = True
                 self.rows_in += delivery.batch.num_rows
-                began = self._clock()
                 with boundary(self.node, f"taking rows of '{source}' from '{origin}'"):
                     self._take(source, origin, delivery)
-                self.seconds["busy"] += self._clock() - began
         return moved
 
     def _take(self, source: str, origin: str, delivery: Any) -> None:

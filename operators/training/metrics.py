@@ -27,6 +27,12 @@ class StepPace:
     """By stage: wait, forward_backward, optimizer, publish, record, checkpoint."""
     arrived_tokens: int = 0
     """Completion tokens of the rows that came in."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """How the node's time had been spent when it began, as `Context.spent` has it."""
+
+    def by_state(self, spent: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of the step by state of the node: seconds_busy, seconds_waiting and so on."""
+        return {f"seconds_{name}": value - self.spent.get(name, 0.0) for name, value in spent.items()}
 
     def add(self, stage: str, seconds: float) -> None:
         """Account for a slice of work."""
