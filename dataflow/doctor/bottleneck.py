@@ -1,10 +1,10 @@
 """Which node bounds a run under way: the one that, made faster, makes it faster; pure."""
 
 from dataflow.doctor.facts import Facts
-from dataflow.history.bottleneck import Load, alike, bounding, groups, heaviest
+from dataflow.history.bottleneck import BusyShare, alike, bounding, groups, heaviest
 
 
-def loads(facts: Facts) -> list[Load]:
+def loads(facts: Facts) -> list[BusyShare]:
     """Of each worker, and of nodes that take turns on devices together, the heaviest first."""
     busy = {name: node.busy for name, node in facts.nodes.items() if node.busy is not None and node.state != "done"}
     workers = {name: frozenset(worker.name for worker in facts.nodes[name].workers) for name in busy}

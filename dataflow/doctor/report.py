@@ -90,7 +90,8 @@ def _nodes(facts: Facts) -> list[str]:
     rows = [["node", "state", "since", *STATES, "holds", "step", "version", "rows in", "out"]]
     for node in facts.nodes.values():
         rows.append([
-            node.name, _state(node), seconds(node.for_s), *(_share(getattr(node, state)) for state in STATES), str(node.pending), _number(node.step), _number(node.version), f"{node.rows_in:,}", f"{node.rows_out:,}",
+            node.name, _state(node), seconds(node.for_s), *(_share(getattr(node, state)) for state in STATES),
+            str(node.pending), _number(node.step), _number(node.version), f"{node.rows_in:,}", f"{node.rows_out:,}",
         ])  # fmt: skip
     return table(rows)
 

@@ -12,7 +12,7 @@ ALIKE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class BusyShare:
     """How much of the time those are at work who can only work one after the other."""
 
     share: float
@@ -29,26 +29,27 @@ class Load:
 
 def heaviest(
     busy: Mapping[str, float], beside: Mapping[str, float], grouped: Iterable[Sequence[str]]
-) -> list[Load]:  # fmt: skip
+) -> list[BusyShare]:  # fmt: skip
     """The load of each group of nodes, and of the processes that a node has beside its worker; the heaviest first.
 
     >>> heaviest({"draw": 0.6, "judge": 0.4, "credit": 0.3}, {}, [["draw"], ["judge", "credit"]])[0].node
     'judge'
     """
     own = {name: share - beside.get(name, 0.0) for name, share in busy.items()}
-    found = [Load(share=busy[name], node=name, busy=busy[name]) for name in busy if beside.get(name)]
+    found = [BusyShare(share=busy[name], node=name, busy=busy[name]) for name in busy if beside.get(name)]
     for group in grouped:
         most = max(group, key=lambda name: own[name])
-        found.append(Load(share=sum(own[name] for name in group), node=most, busy=busy[most]))
+        found.append(BusyShare(share=sum(own[name] for name in group), node=most, busy=busy[most]))
     return sorted(found, key=lambda load: -load.share)
 
 
-def bounding(found: Sequence[Load], order: Sequence[str]) -> str | None:
+def bounding(found: Sequence[BusyShare], order: Sequence[str]) -> str | None:
     """The node that bounds a run; None where none has worked. order: that of the graph.
 
     Of loads that are alike it is the last on the way: those before it are at work as long as the queue to it grows.
 
-    >>> bounding([Load(share=1.0, node="draw", busy=1.0), Load(share=0.99, node="train", busy=0.99)], ["draw", "train"])
+    >>> found = [BusyShare(share=1.0, node="draw", busy=1.0), BusyShare(share=0.99, node="train", busy=0.99)]
+    >>> bounding(found, ["draw", "train"])
     'train'
     """
     alike_ones = [load.node for load in found if load.share > found[0].share - ALIKE and load.busy > 0]

@@ -58,7 +58,13 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
     for feedback in feeding(graph).values():
         staleness[feedback.weights.trainer.name] = feedback.max_staleness
     placed = {
-        node: {"worker": place.worker, "threads": place.threads, "ranks": place.ranks, "replicas": place.replicas, "gpus": len(place.gpus)}
+        node: {
+            "worker": place.worker,
+            "threads": place.threads,
+            "ranks": place.ranks,
+            "replicas": place.replicas,
+            "gpus": len(place.gpus),
+        }
         for node, place in plan.placements.items()
     }
     return {

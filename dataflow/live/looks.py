@@ -70,7 +70,8 @@ class Looks:
         rows = {node["name"]: (node["rows_in_s"], node["rows_out_s"]) for node in nodes}
         return {
             "state": "under way", "phase": facts.phase.replace("_", " "), "draining": facts.draining,
-            "sentence": verdict(facts), "bottleneck": bottleneck(facts), "step": facts.step, "steps": facts.steps, "still_s": round(facts.still_s, 1),
+            "sentence": verdict(facts), "bottleneck": bottleneck(facts),
+            "step": facts.step, "steps": facts.steps, "still_s": round(facts.still_s, 1),
             "over_s": round(passed, 1), "nodes": nodes, "edges": _edges(facts, rows), "weights": _weights(facts),
         }  # fmt: skip
 
@@ -89,7 +90,8 @@ class Looks:
         kept = [(str(e["from"]), str(e["to"])) for e in graph.get("edges", []) if e.get("plane") == "weights"]
         ended = "is over" if outcome in ("finished", "stopped", "failed") else "did not come to its end"
         return {
-            "state": outcome, "bottleneck": _bounded(nodes, config), "phase": "", "draining": False, "step": None, "steps": None, "still_s": None,
+            "state": outcome, "bottleneck": _bounded(nodes, config), "phase": "",
+            "draining": False, "step": None, "steps": None, "still_s": None,
             "sentence": f"The run {ended}: {outcome}; rates and shares below are those of all of it."
             if passed else f"The run {ended}: {outcome}.",
             "over_s": passed, "seconds": seconds if isinstance(seconds, int | float) else None,

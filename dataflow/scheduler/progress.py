@@ -244,7 +244,8 @@ class ProgressWatch:
         made = "rows_in" if self._graph.operators[name].kind == "sink" else "rows_out"
         return NodeSnapshot(
             name=name, state=_state(node, spent), rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
-            queue=_whole(status.get("queue", status.get("waiting"))), **{state: spent[state] / whole if whole else None for state in STATES},
+            queue=_whole(status.get("queue", status.get("waiting"))),
+            **{state: spent[state] / whole if whole else None for state in STATES},
             note=_note(status, node["members"], self._waited_for(name)), replicas=_present(node),
         )  # fmt: skip
 

@@ -3,8 +3,8 @@
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 State: TypeAlias = Literal["busy", "blocked", "waiting", "starved"]
-"""busy: at work. blocked: what it has made finds no room further on. waiting: for rows, or for its turn at a worker or at
-devices that others share. starved: it has rows, and may begin none of them before newer weights have come."""
+"""busy: at work. blocked: what it has made finds no room further on. waiting: for rows, or for its turn at a worker or
+at devices that others share. starved: it has rows, and may begin none of them before newer weights have come."""
 STATES: tuple[str, ...] = get_args(State)
 BESIDE = "beside"
 """The part of busy that an operator's own processes have, while its loop is not at work."""

@@ -10,11 +10,11 @@ import pytest
 from rigs.graphs import fake_graph, tiny_graph
 from rigs.operators import paced, withheld
 
-from dataflow import Graph, Model, Result, inline, run, scorer
+from dataflow import Model, Result, inline, run, scorer
 from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live.looks import Looks
-from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.testing import FakeGenerator, FakeTrainer
 from dataflow.worker.state_clock import STATES
 
 pytestmark = [pytest.mark.usefixtures("machine"), pytest.mark.timeout(600), pytest.mark.slow]
@@ -160,8 +160,8 @@ class Pace:
             return quick
 
         graph = fake_graph(
-            generator=paced(FakeGenerator(model=MODEL), pace.generator / 8), count=None, max_staleness=3, scorers=(judged, quick, ranked),
-            trainer=paced(FakeTrainer(model=MODEL), pace.trainer),
+            generator=paced(FakeGenerator(model=MODEL), pace.generator / 8), count=None, max_staleness=3,
+            scorers=(judged, quick, ranked), trainer=paced(FakeTrainer(model=MODEL), pace.trainer),
         )  # fmt: skip
         return run(graph, steps=20, replicas={"generator": pace.replicas}, runs=runs, quiet=True)
 
@@ -203,5 +203,8 @@ def test_in_a_synchronous_run_too_it_is_the_node_that_is_named_that_gains_most(p
 
     result = made(0.1, 0.05, tmp_path / "as it is")
     named = Looks(RunFolder.open(result.folder), gone).look()["bottleneck"]
-    faster = {"generator": made(0.05, 0.05, tmp_path / "g").seconds, "trainer": made(0.1, 0.025, tmp_path / "t").seconds}
+    faster = {
+        "generator": made(0.05, 0.05, tmp_path / "g").seconds,
+        "trainer": made(0.1, 0.025, tmp_path / "t").seconds,
+    }
     assert named == "generator" == min(faster, key=lambda node: faster[node]), (result.seconds, faster, shares(result))

@@ -1,7 +1,5 @@
 """What decides on the page without a file or a socket: decimation, who is let in, which shapes are drawn."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given

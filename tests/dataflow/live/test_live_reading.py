@@ -121,7 +121,13 @@ def test_a_run_that_nobody_leads_is_told_from_its_folder(folder: RunFolder) -> N
         raise RunError("takes no commands")
 
     for seconds in (0.0, 4.0):
-        said = {"rows_in": seconds, "rows_out": 2 * seconds, "busy": seconds / 2, "measured": seconds, "waiting": seconds / 2}
+        said = {
+            "rows_in": seconds,
+            "rows_out": 2 * seconds,
+            "busy": seconds / 2,
+            "measured": seconds,
+            "waiting": seconds / 2,
+        }
         folder.note_activity(seconds, {"generator": {"replicas": 1, **said}})
     assert Looks(folder, gone).look()["state"] == "not finished"
     folder.write_json("times.json", {"outcome": "finished", "seconds": 4.0})

@@ -160,8 +160,8 @@ class Play:
 
     def heartbeat(self, name: str, rows: int = 0, attempt: int | None = None, status: Any = None, **more: Any) -> None:
         report = NodeReport(
-            status=status or {}, seconds={"busy": 1.0 * rows, "waiting": 0.0, "blocked": 0.0, "starved": 0.0}, rows_in=rows,
-            rows_out=rows, ended=False, blocked=False,
+            status=status or {}, seconds={"busy": 1.0 * rows, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
+            rows_in=rows, rows_out=rows, ended=False, blocked=False,
         )  # fmt: skip
         self.say(name, Heartbeat, attempt, nodes={name.removesuffix("-0"): report}, **more)
 

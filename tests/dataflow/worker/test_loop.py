@@ -157,9 +157,7 @@ class Swallow(Script):
         return []
 
 
-def loop_of(
-    runtime: Runtime, inlet: FakeInlet | None, *outlets: FakeOutlet, marks: Any = None
-) -> NodeLoop:
+def loop_of(runtime: Runtime, inlet: FakeInlet | None, *outlets: FakeOutlet, marks: Any = None) -> NodeLoop:
     inlets = [] if inlet is None else [("prompts", "before", inlet)]
     return NodeLoop("node", runtime, inlets, {"prompts": list(outlets)}, marks=marks)
 
