@@ -47,7 +47,9 @@ DOZEN = 12
 
 
 def charts_of(lines: Mapping[str, Sequence[Mapping[str, Any]]], marks: Sequence[tuple[float, str]] = ()) -> list[Chart]:
-    """A chart for each of the dozen figures that matter first and that some run has. lines: of metrics.jsonl, by run."""
+    """A chart for each of the dozen figures that matter first, of those that some run has.
+
+    lines: of metrics.jsonl, by run."""
     found = []
     for figure in FIGURES:
         drawn = [Line(name, series(its, figure.name), stream) for stream, (name, its) in enumerate(lines.items())]
