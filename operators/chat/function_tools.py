@@ -14,7 +14,7 @@ def definition_of(function: Callable[..., Any]) -> Message:
 
     Raises ChatError for parameters without a type hint or a line in a docstring of Google's form.
     """
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     name = getattr(function, "__name__", str(function))
     try:

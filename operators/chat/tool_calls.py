@@ -123,7 +123,7 @@ def _function(value: Any, keys: Sequence[str] = ("arguments", "parameters")) -> 
     """Name, arguments and id of a call that is an object. Raises BrokenCall."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise BrokenCall(f"a call has no name; found {str(value)[:80]!r}; write an object with name and {keys[0]}")
-    arguments = next((value[key] for key in keys if key in value), {})
+    arguments: Any = next((value[key] for key in keys if key in value), {})
     number = value.get("id")
     return value["name"], _object(arguments), number if isinstance(number, str) else None
 
