@@ -15,6 +15,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.bottleneck import alike, bounding, groups, heaviest
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
+from dataflow.live.ended import told_of_the_end
 from dataflow.worker.state_clock import BESIDE, STATES
 
 Ask = Callable[[RunFolder, float], Mapping[str, Any]]
@@ -88,12 +89,11 @@ class Looks:
         rows = {node["name"]: (node["rows_in_s"], node["rows_out_s"]) for node in nodes}
         versions = {node["name"]: node["version"] for node in nodes}
         kept = [(str(e["from"]), str(e["to"])) for e in graph.get("edges", []) if e.get("plane") == "weights"]
-        ended = "is over" if outcome in ("finished", "stopped", "failed") else "did not come to its end"
+        bound = _bounded(nodes, config)
         return {
-            "state": outcome, "bottleneck": _bounded(nodes, config), "phase": "",
+            "state": outcome, "bottleneck": bound, "phase": "",
             "draining": False, "step": None, "steps": None, "still_s": None,
-            "sentence": f"The run {ended}: {outcome}; rates and shares below are those of all of it."
-            if passed else f"The run {ended}: {outcome}.",
+            "sentence": told_of_the_end(outcome, passed, nodes, bound),
             "over_s": passed, "seconds": seconds if isinstance(seconds, int | float) else None,
             "nodes": nodes, "edges": _rates(graph, rows), "weights": [_versions(*ends, versions) for ends in kept],
         }  # fmt: skip
