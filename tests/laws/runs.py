@@ -152,7 +152,7 @@ SCHEDULER = (
         "what bounds a run is the sum of those that work in turn",
         "test_nodes_of_one_worker_bound_a_run_together_and_their_largest_part_is_named",
         "dataflow.history:heaviest",
-        instead("found.append(Load(share=own[most], node=most, busy=busy[most]))", "sum"),
+        instead("found.append(BusyShare(share=own[most], node=most, busy=busy[most]))", "sum"),
         "the sum",
     ),
     Law(
