@@ -1,7 +1,7 @@
 """Fakes of the heavy operators, without torch: for tests of graphs, schedulers and scorers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -9,9 +9,10 @@ import pyarrow as pa
 
 from dataflow.annotations import arrow_type
 from dataflow.model import Model
-from dataflow.node import Generate, Learn, Sink, Source, Traits
+from dataflow.node import Generate, Learn, Operator, Sink, Source, Traits
 from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, schema
 from dataflow.runtime import Batch, Context, Runtime
+from dataflow.settable import GROUP, STEP, settable
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ class FakeGenerator(Generate):
     model: Model | None = None
     group_size: int = 4
     in_flight: int | None = None
-    temperature: float = 1.0
+    temperature: float = settable(1.0, at=GROUP)
 
     @property
     def traits(self) -> Traits:
@@ -161,8 +162,14 @@ class FakeTrainer(Learn):
     prompts_per_step: int = 8
     queue_prompts: int | None = None
     temperature: float = 1.0
+    lr: float = settable(1.0, at=STEP)
+    """What its steps write into metrics.jsonl."""
     columns: tuple[str, ...] = ()
     """Columns it claims to read."""
+
+    def at_temperature(self, temperature: float) -> Operator:
+        """With that one."""
+        return replace(self, temperature=temperature)
 
     @property
     def traits(self) -> Traits:

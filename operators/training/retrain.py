@@ -22,6 +22,7 @@ from operators import losses
 from operators.models.loading import load_tokenizer
 from operators.training.checkpoints import checkpoint
 from operators.training.knobs import TrainerKnobs
+from operators.training.knobs_by_step import KnobsByStep
 from operators.training.learner.build import make_learner
 from operators.training.steps import StepMaker
 
@@ -47,7 +48,8 @@ def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[s
         learner.everywhere(checkpoint.restore, folder=script.checkpoint)
     last = script.steps[-1].step
     context = Context(node=script.node, seed=script.seed, steps=last, threads=script.threads, device=script.device)
-    making = StepMaker(trainer, context, learner, script.start)
+    knobs = KnobsByStep(trainer, () if script.loss else script.changes)
+    making = StepMaker(trainer, context, learner, script.start, knobs)
     for step in script.steps:
         yield _make(making, step, script.read(step))
     if script.out is not None:

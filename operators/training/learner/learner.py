@@ -111,8 +111,13 @@ class Learner:
         self.parameters = {
             name: weight for name, weight in self.forward.module.named_parameters() if weight.requires_grad
         }
-        if self.skip_zero_advantage:
-            self.skip_zero_advantage = vanishes_without_advantage(self.loss)
+        self._may_skip = self.skip_zero_advantage
+        self.take_loss(self.loss)
+
+    def take_loss(self, loss: LossFunction) -> None:
+        """Compute this loss from the next step on."""
+        self.loss = loss
+        self.skip_zero_advantage = self._may_skip and vanishes_without_advantage(loss)
 
     def begin(self, rows: StepRows, version: int) -> list[Array]:
         """Start a step; the micro-batches to hand to `micro`, as indices of rollouts.
