@@ -117,6 +117,8 @@ def _scale(folder: RunFolder, wishes: Mapping[str, int], by: str | None = None) 
 _CONTROLS = Controls(
     stop=_stop, scale=_scale,
     swap=lambda folder, node, reference, by: ask_to_swap(folder, node, reference, by=by),
+    set_knob=lambda folder, place, value, by: ask_to_set(folder, {place: read_value(value)}, by=by),
+    checkpoint=lambda folder, by: ask_for_checkpoint(folder, by=by),
 )  # fmt: skip
 
 
@@ -294,7 +296,7 @@ def live(
     Args:
         runs: run folders: of runs under way or over, or copied from elsewhere.
         port: where to listen; any that is free when left out.
-        steer: let whoever has the page's address stop, scale and swap; each request is kept in requests.jsonl.
+        steer: let whoever has the page's address stop, scale, swap and set; each request is kept in requests.jsonl.
     """
     return serve_page(runs, ask_for_state, port, _CONTROLS if steer else None)
 

@@ -81,6 +81,13 @@ def read_value(text: str) -> Any:
         return plain
 
 
+def plain_value(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, float) and value == float(INFINITE):
+        return INFINITE
+    return list(value) if isinstance(value, tuple) else value
+
+
 def fitted(value: Any, kind: Any) -> Any:
     """The value as one of this kind. Raises ValueError, which names the kind.
 

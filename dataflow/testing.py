@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.annotations import arrow_type
+from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.model import Model
 from dataflow.node import Generate, Learn, Operator, Sink, Source, Traits
 from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, schema
-from dataflow.runtime import Batch, Context, Runtime
+from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from dataflow.settable import GROUP, STEP, settable
 
 
@@ -196,10 +197,12 @@ class _Count(_Sleeps):
         self._groups: dict[int, pa.RecordBatch] = {}
         self._acks: list[tuple[int, Batch]] = []
         """Deliveries by their last group, until that is trained."""
+        self._knobs = KnobsByStep(operator, context.changes, context.ledger)
         self._step = 0 if context.ledger is None else context.ledger.last_step(context.node)
         self._cursor = self._step * operator.prompts_per_step
         self._source = ""
         self._done = False
+        self._asked = self._answered = 0
 
     def room(self) -> int:
         return 1 << 20
@@ -213,6 +216,9 @@ class _Count(_Sleeps):
         self._acknowledge()
 
     def work(self) -> list[Batch] | None:
+        if self._knobs.is_behind:
+            self._knobs.take(self._step + 1, next(iter(self._context.bounds.values()), None))
+        self._answered = self._asked
         wanted = self._wanted()
         if not wanted or not self._awake:
             return None
@@ -226,6 +232,7 @@ class _Count(_Sleeps):
                 dropped={}, metrics={}, checkpoint=None,
             )  # fmt: skip
             line = {"step": self._step, "node": context.node, "version": self._step, "dropped": {}}
+            line["lr"] = self._knobs.at(self._step).lr
             context.folder.append_metrics(line)
         self._done = self._step == context.steps
         self._acknowledge()
@@ -245,11 +252,22 @@ class _Count(_Sleeps):
                 batch.ack()
         self._acks = [(last, batch) for last, batch in self._acks if last >= self._cursor]
 
+    def change(self, knobs: KnobsInForce) -> None:
+        self._knobs.hear(knobs.changes)
+
+    @property
+    def is_behind(self) -> bool:
+        return self._knobs.is_behind and not self._done
+
     def tell(self, message: Mapping[str, Any]) -> None:
+        self._asked = max(self._asked, int(message.get("checkpoint", 0)))
         self._done = self._done or bool(message.get("drain") or message.get("end"))
 
     def status(self) -> dict[str, float | int | str]:
-        return {"step": self._step, "done": int(self._done), "dropped": 0}
+        return {
+            "step": self._step, "done": int(self._done), "dropped": 0, "asked_checkpoint": self._answered,
+            "asked_step": self._step,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

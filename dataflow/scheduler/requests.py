@@ -23,7 +23,7 @@ from dataflow.system.security import RunKeys, present
 ANSWER_S = 10.0
 SWAPPED_S = 45.0
 """For an operator to be tried, and a worker to start with it."""
-CHECKPOINT_S = 75.0
+CHECKPOINT_S = 55.0
 """For a step to end and a checkpoint to be written; a run that takes longer says so before."""
 R = TypeVar("R")
 _LOOK_MS = 1000

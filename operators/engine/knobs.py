@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import pyarrow as pa
+
 from dataflow.model import Model
 from dataflow.node import Generate, Traits
-from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
+from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.settable import GROUP, settable
 
 WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
@@ -94,8 +96,8 @@ class GeneratorKnobs(Generate):
         return quantized_names(self.model)
 
     def provides(self, columns: Columns) -> Columns:
-        """The prompt's columns, the rollout's and, where asked for, the sampling mask."""
-        found = super().provides(columns)
+        """The prompt's columns, the rollout's, its temperature and, where asked for, the sampling mask."""
+        found = {**super().provides(columns), TEMPERATURE: pa.float64()}
         return {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE} if self.sampling_mask else found
 
     def faults(self) -> list[str]:

@@ -20,6 +20,7 @@ from dataflow.records import (
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
     SAMPLING_MASK,
+    TEMPERATURE,
     AnyArray,
 )
 from dataflow.runtime import Batch
@@ -166,11 +167,19 @@ def rollouts(
         COMPLETION: pa.array(_texts(rows, tokenizer, ends), pa.string()),
         FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
         ERROR: pa.array([_error(row) for row in rows], pa.string()),
+        TEMPERATURE: pa.array(
+            np.repeat([_temperature(group) for group in groups], sizes), pa.float64(), from_pandas=True
+        ),
     }
     batch = _prompt_rows(groups, sizes)
-    for name in (*ROLLOUT_COLUMNS, *((SAMPLING_MASK,) if masks else ())):
+    for name in (*ROLLOUT_COLUMNS, TEMPERATURE, *((SAMPLING_MASK,) if masks else ())):
         batch = batch.append_column(name, made[name])
     return batch
+
+
+def _temperature(group: PromptGroup) -> float:
+    """NaN: nothing was sampled."""
+    return np.nan if group.sampled is None else group.sampled.sampling.temperature
 
 
 def _error(row: EndedRollout) -> str | None:

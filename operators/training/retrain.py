@@ -15,6 +15,7 @@ import torch
 
 from dataflow.errors import GraphError, RunError, nearest
 from dataflow.folder.checkpoints import Checkpoints
+from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.history.replay import ReplayScript
 from dataflow.runtime import Context
@@ -22,7 +23,6 @@ from operators import losses
 from operators.models.loading import load_tokenizer
 from operators.training.checkpoints import checkpoint
 from operators.training.knobs import TrainerKnobs
-from operators.training.knobs_by_step import KnobsByStep
 from operators.training.learner.build import make_learner
 from operators.training.steps import StepMaker
 

@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 import torch
 
 from dataflow.errors import GraphError, Unusable
+from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.records import GROUP_ID, MASK
 from dataflow.rules.room import queue_prompts, row_room
@@ -20,7 +21,6 @@ from operators.training.checkpoints.saving import CheckpointSaver, Debt
 from operators.training.drops import Drops, recorded_drops
 from operators.training.journal import TOO_FEW, Journal, expected
 from operators.training.knobs import TrainerKnobs
-from operators.training.knobs_by_step import KnobsByStep
 from operators.training.learner import refreshed
 from operators.training.learner.build import check_gradients
 from operators.training.learner.learner import Learner

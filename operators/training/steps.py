@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dataflow.errors import GraphError
+from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.runtime import Context
 from operators.training.knobs import TrainerKnobs
-from operators.training.knobs_by_step import KnobsByStep
 from operators.training.learner import memory, refreshed
 from operators.training.learner.learner import Learner, StepOutcome
 from operators.training.learner.live_knobs import take_knobs, told
@@ -27,7 +27,12 @@ class StepMaker:
     """
 
     def __init__(
-        self, trainer: TrainerKnobs, context: Context, learner: Learner, step: int, knobs: KnobsByStep | None = None
+        self,
+        trainer: TrainerKnobs,
+        context: Context,
+        learner: Learner,
+        step: int,
+        knobs: KnobsByStep[TrainerKnobs] | None = None,
     ) -> None:
         """step: steps behind the weights that `learner` has. knobs: of each step, where they were changed; None: they
         are the trainer's. GraphError where the schedule has no end."""

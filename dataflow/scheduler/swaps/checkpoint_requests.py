@@ -7,7 +7,7 @@ from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.requests import CheckpointKept, KeepCheckpoint, Refused, Reply
 from dataflow.scheduler.table import Table
 
-WRITTEN_S = 60.0
+WRITTEN_S = 45.0
 """For the step under way to end and its checkpoint to be written; then who asked is told that it will be."""
 
 

@@ -15,7 +15,7 @@ from dataflow.scheduler.events import Command, Send
 from dataflow.scheduler.swaps import policy
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.scorer import Scorer
-from dataflow.settable import INFINITE
+from dataflow.settable import plain_value
 from dataflow.structure import leading
 from dataflow.worker.changed_knobs import changed
 from dataflow.worker.messages import ChangeKnobs
@@ -39,12 +39,12 @@ def planned(table: Table, wishes: Mapping[str, Any], by: str, at: float) -> tupl
         before = settable_of(graph, node)[knob].value
         number = max((each.number for each in table.changes), default=0) + len(found) + 1
         found.append(KnobChange(
-            number=number, node=node, knob=knob, value=_plain(value), was=_plain(before),
+            number=number, node=node, knob=knob, value=plain_value(value), was=plain_value(before),
             trainer=_trainer(graph, node, knob), asked=table.run.step, at=at, by=by,
         ))  # fmt: skip
     made = changed(graph, found)  # as a whole: what holds together may not hold one by one
     for number, each in enumerate(found):
-        value = _plain(settable_of(made, each.node)[each.knob].value)
+        value = plain_value(settable_of(made, each.node)[each.knob].value)
         found[number] = KnobChange(**{**vars(each), "value": value})
     for record in _scorers(table, found):
         if table.swaps.worker or record.life is not Life.READY:
@@ -90,10 +90,3 @@ def _trainer(graph: Graph, node: str, knob: str) -> str:
         if knob == MAX_STALENESS and feedback.reader.name == node:
             return feedback.weights.trainer.name
     return next(iter(leading(graph)), "")
-
-
-def _plain(value: Any) -> Any:
-    """For JSON."""
-    if isinstance(value, float) and value == float("inf"):
-        return INFINITE
-    return list(value) if isinstance(value, tuple) else value

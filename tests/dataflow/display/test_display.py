@@ -374,7 +374,7 @@ SNAPSHOTS = odd(
     edges=st.lists(odd(EdgeSnapshot), max_size=5).map(tuple),
 )
 SUMMARIES = odd(
-    Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple), 
+    Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
     epochs=st.lists(st.tuples(st.just("set"), ODD_TEXT), max_size=3).map(tuple),
     foreseen=st.lists(ODD_TEXT, max_size=3).map(tuple),
     commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from dataflow.folder import knob_changes
 from dataflow.folder.knob_changes import MAX_STALENESS, KnobChange
 from dataflow.folder.ledger import BaseLedger
 from dataflow.staleness import Bound
-from operators.training.knobs import TrainerKnobs
 
 
-class KnobsByStep:
+class HasKnobs(Protocol):
+    """What is asked of a declaration: `dataflow.node.Operator` is one."""
+
+    def with_knob(self, knob: str, value: Any) -> Any:
+        """The same with another value of a knob."""
+
+
+T = TypeVar("T", bound=HasKnobs)
+
+
+class KnobsByStep(Generic[T]):
     """A pure function of the ledger and of what was heard: a step that is made again has the knobs that it had.
 
     A change counts from the next step on that is begun, and stands in the ledger before that. A smaller bound on
@@ -20,7 +30,7 @@ class KnobsByStep:
     next that comes.
     """
 
-    def __init__(self, trainer: TrainerKnobs, changes: Iterable[KnobChange], ledger: BaseLedger | None = None) -> None:
+    def __init__(self, trainer: T, changes: Iterable[KnobChange], ledger: BaseLedger | None = None) -> None:
         """trainer: as it was declared."""
         self._trainer, self._ledger = trainer, ledger
         self._counting: list[KnobChange] = []
@@ -54,13 +64,11 @@ class KnobsByStep:
         knob_changes.record(self._ledger, list(found.values()))
         return list(found.values())
 
-    def at(self, step: int) -> TrainerKnobs:
+    def at(self, step: int) -> T:
         """The knobs of a step."""
         found = self._trainer
         for knob, value in {e.knob: e.value for e in self._own() if e.step <= step}.items():
-            changed = found.with_knob(knob, value)
-            assert isinstance(changed, TrainerKnobs), "it is the same with another value"
-            found = changed
+            found = found.with_knob(knob, value)
         return found
 
     def bound(self, step: int, declared: Bound | None) -> Bound | None:
