@@ -42,10 +42,10 @@ class CheckpointRequests:
         """Begin with a request, or say at once why not."""
         run = self._table.run
         if self._table.is_ending or not self._table.begun or not run.checkpoints():
-            what = "trains nothing"
-            if run.checkpoints():
-                what = "is ending and writes its last one" if self._table.is_ending else "is starting"
-            self._reply(client, request, Refused(f"the run {what}; ask one for a checkpoint that trains"))
+            what = "is ending and writes its last one" if self._table.is_ending else "is starting"
+            what = what if run.checkpoints() else "trains nothing"
+            why = f"a checkpoint is wanted of a run that {what}; ask one that is at work on steps"
+            self._reply(client, request, Refused(why))
             return
         number = run.checkpoint + 1
         self._wish(number)

@@ -62,5 +62,5 @@ class KnobRequests:
             what = ", ".join(each.mark for each in pending.changes)
             text = f"{what} from now on"
             if late:
-                text = f"{what} is taken in; {late} will go by it at the next boundary, and have not come to it yet"
+                text = f"{what} is taken in, and counts with {late} at the next boundary, which has not come yet"
             self._reply(pending.client, pending.request, KnobsSet(text))
