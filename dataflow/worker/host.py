@@ -38,7 +38,8 @@ from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 from dataflow.worker.changed_knobs import ChangedGraph, counts_itself
-from dataflow.worker.loop import Inlet, NodeLoop, Outlet
+from dataflow.worker.edge_ends import Inlet, Outlet
+from dataflow.worker.loop import NodeLoop
 from dataflow.worker.turns import Turns
 
 
@@ -260,7 +261,7 @@ class NodeLoops:
         """What each node says of itself and how it spent its time: plain values for the beat."""
         return {
             node: {
-                "status": self.runtimes[node].status(), **self.spent(node), "rows_in": loop.rows_in,
+                "status": self.runtimes[node].status(), **loop.spent(), "rows_in": loop.rows_in,
                 "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked, "starved": loop.starved,
                 "paused": loop.paused,
                 "turn": "" if loop.turns is None else loop.turns.state, "pending": self.runtimes[node].pending(),
@@ -268,11 +269,6 @@ class NodeLoops:
             }
             for node, loop in self.loops.items()
         }  # fmt: skip
-
-    def spent(self, node: str) -> dict[str, Any]:
-        """How a node's time was spent until now, as a report has it; asked in any thread."""
-        seconds, measured_s = self.loops[node].seconds()
-        return {"seconds": seconds, "measured_s": measured_s}
 
     def close(self) -> None:
         """Close the runtimes and the ledger, each also where one before it fails."""
@@ -349,7 +345,7 @@ class NodeLoops:
             ledger=self.ledger,
             limits=self.settings.limits,
             clock=self._clock,
-            spent=lambda: self.loops[name].seconds()[0] if name in self.loops else {},
+            spent=lambda: self.loops[name].spent()["seconds"] if name in self.loops else {},
             log=node_log(name),
             writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
             refreshers={each: self._writer_of(name, each) for each in refreshes_of(self.graph, name)},

@@ -8,7 +8,7 @@ import collections
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,42 +19,9 @@ from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.records import GROUP_ID, group_slices
 from dataflow.runtime import Batch, Runtime
 from dataflow.worker.acknowledgements import Acknowledgements
+from dataflow.worker.edge_ends import Acked, Inlet, Outlet
 from dataflow.worker.state_clock import State, StateClock
 from dataflow.worker.turns import Turns
-
-Acked: TypeAlias = Callable[[Iterable[int]], None]
-"""Called with rows of a batch, by their number in it, once they are acknowledged: with each row once."""
-
-
-class Inlet(Protocol):
-    """The receiving end of an edge (transport.data.Receiver)."""
-
-    def receive(self, timeout_s: float = 0.0) -> Any | None:
-        """A delivery with `batch`, `sender`, `ack_rows` and `ack`, or None."""
-
-    def poll(self) -> None:
-        """Take in what arrived, answer the senders."""
-
-    def flush(self) -> None:
-        """Answer the senders."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether every sender has ended its stream and all of it was received."""
-
-
-class Outlet(Protocol):
-    """The sending end of an edge (transport.data.Sender)."""
-
-    def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
-        """False when there is no credit now; then nothing was taken."""
-
-    def poll(self) -> None:
-        """Take in grants and acknowledgements."""
-
-    def finish(self) -> None:
-        """Say that nothing more will come."""
-
 
 _MOST_ROWS = 1024
 """Of a batch on the wire, where the edge does not say."""
@@ -139,10 +106,10 @@ class NodeLoop:
         """Whether only newer weights would let it begin what it has."""
         return self._time.state == "starved"
 
-    def seconds(self) -> tuple[dict[str, float], float]:
-        """How its time was spent, and the time since it was made, which that adds up to; asked in any thread."""
+    def spent(self) -> dict[str, Any]:
+        """How its time was spent, and the time since it was made, as a report has them; asked in any thread."""
         now = self._clock()
-        return self._time.read(now), now - self._began
+        return {"seconds": self._time.read(now), "measured_s": now - self._began}
 
     def turn(self) -> bool:
         """One round: send, receive, work. True when anything moved."""

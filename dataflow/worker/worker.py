@@ -178,7 +178,9 @@ class Worker:
         """Called from the link's thread, reads only."""
         now = self._clock()
         turned_s = now - self._turned if self._state == "running" else 0.0
-        nodes = {node: dataclasses.replace(told, **self._host.spent(node)) for node, told in self._report.items()}
+        nodes = {
+            node: dataclasses.replace(told, **self._host.loops[node].spent()) for node, told in self._report.items()
+        }
         return messages.Heartbeat(
             attempt=self._attempt, state=self._state, nodes=nodes, edges=self._depths, turned_s=turned_s,
             asleep_s=self._watchdog.look(turned_s, now), at=self._host.at,

@@ -30,8 +30,10 @@ class StepPace:
     spent: Mapping[str, float] = field(default_factory=dict)
     """How the node's time had been spent when it began, as `Context.spent` has it."""
 
-    def by_state(self, spent: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of the step by state of the node: seconds_busy, seconds_waiting and so on."""
+    def by_state(self, spent: Mapping[str, float], following: "StepPace") -> dict[str, float]:
+        """Seconds of the step by state of the node: seconds_busy, seconds_waiting and so on. spent: until now, where
+        the step that follows begins."""
+        following.spent = spent
         return {f"seconds_{name}": value - self.spent.get(name, 0.0) for name, value in spent.items()}
 
     def add(self, stage: str, seconds: float) -> None:

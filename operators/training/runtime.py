@@ -345,9 +345,7 @@ class TrainerRuntime(Runtime):
         self._note()
         published = clock()
         metrics |= {"seconds_record": recorded - ended, "seconds_publish": published - recorded}
-        metrics |= pace.by_state(context.spent())
-        making.pace.spent = context.spent()
-        metrics |= {"weights_sent": self._offers.by_reader()}
+        metrics |= {"weights_sent": self._offers.by_reader(), **pace.by_state(context.spent(), making.pace)}
         if self._saver.is_due(step):
             self._saver.keep(step)
             metrics["seconds_checkpoint"] = clock() - published

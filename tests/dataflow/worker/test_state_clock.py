@@ -118,7 +118,7 @@ class Line:
     def shares(self) -> list[dict[str, float]]:
         found = []
         for loop in self.loops:
-            seconds, measured = loop.seconds()
+            seconds, measured = loop.spent().values()
             assert sum(seconds[state] for state in STATES) == pytest.approx(measured)
             found.append({state: seconds[state] / measured for state in STATES})
         return found
@@ -160,9 +160,9 @@ def test_a_pool_counts_as_busy_with_the_share_of_it_that_has_calls() -> None:
     scored = Worked(clock, 0.0, helpers=0.25)
     line = Line(clock, [scored])
     line.run(101.0)
-    before = line.loops[0].seconds()[0]
+    before = line.loops[0].spent()["seconds"]
     line.run(201.0)
-    spent = line.loops[0].seconds()[0]
+    spent = line.loops[0].spent()["seconds"]
     assert spent["busy"] - before["busy"] == pytest.approx(25.0, rel=0.01)
     assert spent["waiting"] - before["waiting"] == pytest.approx(75.0, rel=0.01)
 
