@@ -14,6 +14,7 @@ import torch
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
+from operators.engine.alternatives import Alternatives
 from operators.engine.attention import AttentionLayout, Kernel
 from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
@@ -115,6 +116,7 @@ class Engine:
                 kernel, slots=slots, device=self.device,
             )  # fmt: skip
         self.parked = Parked()
+        self.alternatives = Alternatives()
         self._born = 0
 
     @property
@@ -154,7 +156,7 @@ class Engine:
             self._begin(start, new, rows)
         if not active and not new:
             return self._ended()
-        if self.graphed is not None and not new and self._replayable():
+        if self.graphed is not None and not new and not self.alternatives and self._replayable():
             tokens, logprobs = self.graphed(active, self.rows.sampling[0])
         else:
             logits = self._forward(new)
@@ -164,6 +166,8 @@ class Engine:
             drawn = self._draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
             if self._record_mask:
                 self.rows.note_masks(drawn.left)
+            if self.alternatives:
+                self.alternatives.note(self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen)
             tokens, logprobs = drawn.tokens, drawn.logprobs
         self.rows.drew(tokens, logprobs, self.version)
         self.steps += 1
@@ -274,6 +278,8 @@ class Engine:
     def _begin(self, start: PromptStart, new: list[Prefix], rows: list[Row]) -> None:
         """A prompt's rollouts join the step; those that have drawn before join the next, as parked ones do."""
         self._watch(start.stop)
+        for ticket in start.tickets:
+            self.alternatives.ask(ticket, start.alternatives)
         every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
         self._born += len(every)
         fresh = [row for row in every if len(row.tokens) == row.start]

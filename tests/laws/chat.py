@@ -1,6 +1,6 @@
 """The laws of conversations."""
 
-from .changes import instead, never
+from .changes import always, instead, never
 from .law import Law
 
 CHAT = (
@@ -45,5 +45,19 @@ CHAT = (
         "operators:_never",
         instead("return None", "ValueError"),
         "the refusal of what JSON does not have",
+    ),
+    Law(
+        "a chat that goes on keeps the ids that were drawn",
+        "test_a_call_is_parsed_and_its_result_goes_on_with_the_ids_that_were_drawn",
+        "operators:Sessions.begin",
+        always("found", "None"),
+        "the ids of the conversation as it is known",
+    ),
+    Law(
+        "alternatives are those of the distribution that was drawn from",
+        "test_alternatives_are_the_likeliest_of_a_full_pass",
+        "operators.engine.sampler:likeliest",
+        never("gone", "None"),
+        "what truncation left out",
     ),
 )
