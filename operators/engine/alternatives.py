@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -30,9 +31,9 @@ class Alternatives:
         """Whether any rollout asks."""
         return bool(self._asked)
 
-    def ask(self, ticket: int, count: int) -> None:
-        """Note so many at each token of a rollout from now on."""
-        if count:
+    def ask(self, tickets: Sequence[int], count: int) -> None:
+        """Note so many at each token of these rollouts from now on."""
+        for ticket in tickets if count else ():
             self._asked[ticket], self._found[ticket] = count, []
 
     def of(self, ticket: int) -> list[Likeliest]:
@@ -46,7 +47,7 @@ class Alternatives:
 
     def note(self, tickets: AnyArray, logits: Tensor, sampling: Sampling | RowSampling, seen: Tensor | None) -> None:
         """The newest draw of rows [n] with these tickets, from logits [n, V]."""
-        at = np.flatnonzero(np.isin(tickets, list(self._asked)))
+        at = np.flatnonzero(np.isin(tickets, list(self._asked))) if self._asked else ()
         if not len(at):
             return
         most = max(self._asked[ticket] for ticket in tickets[at].tolist())
