@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from dataflow.errors import WorkerDied
 from dataflow.scoring.calls import CALLS, PoolSettings
-from dataflow.scoring.process import AnswerFrame, CallChunk, CallRange, Encode, PoolProcess, memory_kb, pieces_of
+from dataflow.scoring.process import AnswerFrame, Asked, CallChunk, CallRange, Encode, PoolProcess, memory_kb, pieces_of
 from dataflow.scoring.server import (
     PROGRESS_FIELDS,
     EndProcess,
@@ -76,6 +76,7 @@ class Pool:
         self._jobs: dict[int, _Job] = {}
         self._pending: deque[CallRange] = deque()
         self._answers: list[Answer] = []
+        self._asked: list[Asked] = []
         self._orders: deque[float] = deque()
         self._next_job = self._next_chunk = self._deaths = self._blameless = 0
         self._memory_looked_s = 0.0
@@ -132,6 +133,19 @@ class Pool:
         self._assign()
         answers, self._answers = self._answers, []
         return answers
+
+    def asked(self) -> list[Asked]:
+        """What calls have asked by the last `poll`, each question once."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def tell(self, question: Asked, body: bytes) -> None:
+        """Answer a question. The process that asked may have ended meanwhile: then the call is made again, and asks
+        anew."""
+        for process in self._processes:
+            process.tell(question.job, question.call, question.number, body)
+            if process.channel is not None:
+                self._listen(process)
 
     def close(self) -> None:
         """End every process, within 5 seconds."""
@@ -242,6 +256,9 @@ class Pool:
     def _read(self, process: PoolProcess) -> None:
         frames, is_over = process.read()
         for frame in frames:
+            if isinstance(frame, Asked):
+                self._asked.append(frame)
+                continue
             self._deaths = self._blameless = 0
             self._answer(frame)
             if not frame.chunk.open:
@@ -334,6 +351,7 @@ class Pool:
         self._pending.extendleft(reversed(apart + pieces_of(chunks)))
         for process in processes:
             process.chunks.clear()
+            process.asking.clear()
 
     def _fail(self, chunk: CallChunk, call: int, text: str) -> None:
         chunk.open.discard(call)

@@ -94,6 +94,7 @@ class NodeLoop:
         marks: Mapping[str, Callable[[list[int]], None]] | None = None,
         finished: Mapping[str, Finished] | None = None,
         settled: Callable[[str, list[int]], Collection[int]] | None = None,
+        answers: Sequence[tuple[str, str, Inlet]] = (),
         span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
         turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -101,7 +102,8 @@ class NodeLoop:
         """inlets: (source, sending node, inlet); outlets, by source; most_rows, by source, most_bytes: of a batch sent;
         marks: by source, what writes down in the ledger how far groups are that leave; finished: by source, where what
         leaves is kept until it has an outcome, and found instead of being made again; settled: which of some groups
-        have an outcome already, though their sender has not heard of it; span: is told of every slice of work; turns:
+        have an outcome already, though their sender has not heard of it; answers: inlets of what the runtime asked
+        for itself, which is its own as soon as it has come; span: is told of every slice of work; turns:
         on devices that it shares.
         """
         self.node, self.runtime = node, runtime
@@ -109,9 +111,9 @@ class NodeLoop:
         self.ended = False
         self.rows_in = self.rows_out = 0
         self.seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
-        self._inlets, self._outlets = inlets, outlets
+        self._inlets, self._outlets, self._answers = inlets, outlets, answers
         self._ends: list[Inlet | Outlet] = [
-            *(inlet for _, _, inlet in inlets),
+            *(inlet for _, _, inlet in (*inlets, *answers)),
             *(o for each in outlets.values() for o in each),
         ]
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
@@ -140,6 +142,7 @@ class NodeLoop:
         moved = self._flush() | self._take_turns()
         if self.ended:
             return moved | self._pass_over()
+        moved |= self._hear()
         if self._outbox or self.paused:
             return moved
         moved |= self._receive()
@@ -177,6 +180,18 @@ class NodeLoop:
     def waited(self, seconds: float) -> None:
         """Account for time that the worker slept while this node had nothing to do, or no credit."""
         self.seconds["blocked" if self._outbox else "idle"] += seconds
+
+    def _hear(self) -> bool:
+        """Take in answers, also while what leaves waits for credit: who answers may wait for that of its answers."""
+        moved = False
+        for source, origin, inlet in self._answers:
+            while (delivery := inlet.receive()) is not None:
+                moved = True
+                with boundary(self.node, f"taking answers from '{origin}'"):
+                    self.runtime.push(Batch(source, delivery.batch, origin))
+                delivery.ack()
+            inlet.flush()
+        return moved
 
     def _receive(self) -> bool:
         moved = False
@@ -287,6 +302,10 @@ class NodeLoop:
             while (delivery := inlet.receive()) is not None:
                 moved = True
                 self.acknowledgements.done(source, origin, self._arrive(source, origin, delivery))
+        for _, _, inlet in self._answers:
+            while (delivery := inlet.receive()) is not None:
+                moved = True
+                delivery.ack()
         return moved
 
     def _end(self) -> bool:

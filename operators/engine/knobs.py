@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dataflow.model import Model
 from dataflow.node import Generate, Traits
@@ -16,6 +16,8 @@ WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
 @dataclass(frozen=True, eq=False)
 class GeneratorKnobs(Generate):
     """What `operators.Generator` declares; the engine's ranks build from it, too."""
+
+    answers_turns: ClassVar[bool] = True
 
     model: Model
     """The policy."""

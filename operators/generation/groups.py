@@ -14,12 +14,16 @@ from dataflow.records import (
     COMPLETION,
     ERROR,
     FINISH_REASON,
+    GROUP_ID,
     GROUP_SIZE,
     POSITION,
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
     SAMPLING_MASK,
+    SAMPLING_MASK_TYPE,
+    TURN_ANSWER,
     AnyArray,
+    schema,
 )
 from dataflow.runtime import Batch
 from dataflow.tokens.rollout_tokens import RolloutTokens
@@ -32,9 +36,22 @@ REASONS = ("stop", "length", "error")
 NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and loss"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of a rollout that an episode makes: a group of one, admitted as the group of the rollout."""
+
+    number: int
+    """By which the batch that it came with knows it."""
+    queue: str
+    """In which it waits to be admitted, in the order of its rollout's group."""
+    seed: int
+    limit: int
+    """Most tokens of the conversation and the turn."""
+
+
 @dataclass(slots=True)
 class PromptGroup:
-    """A prompt and its rollouts."""
+    """A prompt and its rollouts; or the conversation of an episode so far, and the policy's turn."""
 
     source: str
     group_id: int
@@ -64,6 +81,13 @@ class PromptGroup:
     """Positions that this process starts, the first ones first; none: all of them."""
     begun: int = 0
     """Rollouts that this process has started."""
+    turn: Turn | None = None
+    """What was asked for, where it is a turn of an episode and no whole rollout."""
+
+    @property
+    def number(self) -> int:
+        """By which the batch that it came with knows it."""
+        return self.group_id if self.turn is None else self.turn.number
 
     def start(self, count: int) -> list[int]:
         """Positions of the next rollouts that start."""
@@ -179,3 +203,20 @@ def _texts(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int]) -
         for i, text in zip(unsaid, tokenizer.batch_decode(wanted, skip_special_tokens=True), strict=True):
             texts[i] = text
     return texts
+
+
+def answers(turns: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int]) -> pa.RecordBatch:
+    """What was drawn of some turns, in the columns of `TURN_ANSWER`."""
+    rows = [row for group in turns for row in group.rows if row is not None]
+    said = [row.tokens[row.start :] for row in rows]
+    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in said])])
+    tokens = RolloutTokens.joined(said)
+    made = tokens.columns(offsets, sampling_mask=True) | {
+        GROUP_ID: pa.array([group.number for group in turns], pa.int64()),
+        COMPLETION: pa.array(_texts(rows, tokenizer, ends), pa.string()),
+        FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
+        ERROR: pa.array([_error(row) for row in rows], pa.string()),
+    }
+    if tokens.sampling_mask is None:
+        made[SAMPLING_MASK] = pa.nulls(len(rows), SAMPLING_MASK_TYPE)
+    return pa.RecordBatch.from_arrays([made[name] for name in TURN_ANSWER], schema=schema(TURN_ANSWER))

@@ -25,6 +25,7 @@ from operators.generation.decode_times import DecodeTimes
 from operators.generation.groups import PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.tokenize import encode
+from operators.generation.turns import bounds_of_turns, turns_of
 from operators.models.read_weights import ReadWeights
 
 
@@ -44,7 +45,9 @@ class GeneratorRuntime(Runtime):
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._native = built.native
         self._context_tokens = self.engine.context_tokens
-        self._admission: Admission[PromptGroup] = Admission(context.bounds, declaration.in_flight)
+        self._turn_bounds = bounds_of_turns(context)
+        bounds = {**context.bounds, **self._turn_bounds}
+        self._admission: Admission[PromptGroup] = Admission(bounds, declaration.in_flight)
         reader: WeightsIn | None = None
         attached: Mapping[str, Any] = {}
         if built.reader is not None:
@@ -53,6 +56,7 @@ class GeneratorRuntime(Runtime):
             attached = self.engine.tensors
             reader = context.reader(attached)
         self._weights = ReadWeights(reader, attached, context.aside, built.ranks)
+        self._turn_queues = set(self._turn_bounds)
         self._told_dropped = 0
         self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
@@ -69,8 +73,9 @@ class GeneratorRuntime(Runtime):
         self._drains = False
 
     def room(self) -> int:
-        """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting."""
-        sources = {*self._context.columns, *self._admission.sources}
+        """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting. Turns are taken
+        whenever they come: there are no more of them than rollouts that may be in flight."""
+        sources = {*self._context.columns, *self._admission.sources} - self._turn_queues
         waiting = (len(self._admission.sources.get(source, ())) for source in sources)
         return prompt_room(self._declaration.slots, waiting)
 
@@ -78,6 +83,9 @@ class GeneratorRuntime(Runtime):
         """Tokenize the prompts into their source's queue; what cannot be served is complete at once."""
         records = batch.records
         if not records.num_rows:
+            return
+        if batch.source in self._context.episodes:
+            self._push_turns(batch)
             return
         texts = records.column(PROMPT).to_pylist()
         encoded = encode(self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens)
@@ -103,6 +111,17 @@ class GeneratorRuntime(Runtime):
                 self._complete.append(group)
             else:
                 self._admission.add(batch.source, group)
+
+    def _push_turns(self, batch: Batch) -> None:
+        """Put turns that are asked for into the queue of their episode's source."""
+        for group in turns_of(batch, self._context_tokens):
+            self._owed += 1
+            if group.left:
+                assert group.turn is not None
+                self._turn_queues.add(group.turn.queue)
+                self._admission.add(group.turn.queue, group)
+            else:
+                self._complete.append(group)
 
     def work(self) -> list[Batch] | None:
         """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
@@ -255,7 +274,7 @@ class GeneratorRuntime(Runtime):
 
     def _start(self, group: PromptGroup, count: int) -> PromptStart:
         """Begin `count` more rollouts of a group."""
-        if group.unstarted == len(group.order or group.rows):
+        if group.turn is None and group.unstarted == len(group.order or group.rows):
             self._started.setdefault(group.source, []).append(group.group_id)
         tickets = range(self._next_ticket, self._next_ticket + count)
         self._next_ticket += count
@@ -265,11 +284,12 @@ class GeneratorRuntime(Runtime):
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
         key = f"{self._context.seed}/{group.source}/{group.group_id}"
+        seeds = [_seed(key, position) for position in positions] if group.turn is None else [group.turn.seed]
         return PromptStart(
             prompt=group.prompt,
             limit=self._limit(group),
             tickets=tickets,
-            seeds=[_seed(key, position) for position in positions],
+            seeds=seeds,
             partial=[group.partial.pop(position, None) for position in positions],
         )
 
@@ -282,7 +302,8 @@ class GeneratorRuntime(Runtime):
 
     def _limit(self, group: PromptGroup) -> int:
         """Most tokens of prompt and completion."""
-        return min(self._context_tokens, len(group.prompt) + self._declaration.max_tokens)
+        most = len(group.prompt) + self._declaration.max_tokens
+        return min(self._context_tokens, most if group.turn is None else min(most, group.turn.limit))
 
     def _out(self) -> list[Batch]:
         """One batch for each source that has complete groups; acknowledges arrivals that are done with."""
@@ -297,11 +318,14 @@ class GeneratorRuntime(Runtime):
         batches = []
         masks = self._declaration.sampling_mask
         for source, complete in by_source.items():
-            batches.append(Batch(source, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
+            if source in self._context.episodes:
+                batches.append(Batch(source, groups.answers(complete, self.tokenizer, self._ends)))
+            else:
+                batches.append(Batch(source, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
             for group in complete:
                 self._owed -= group.size
                 self._begun -= group.begun
-                group.batch.release(group.group_id)
+                group.batch.release(group.number)
         return batches
 
 
