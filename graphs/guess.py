@@ -1,4 +1,4 @@
-"""A small Llama learns to find a number by asking: six guesses, each answered by higher or lower.
+"""A small Llama learns to find a number by asking: five guesses, each answered by higher or lower.
 
 python -m graphs.guess
 """
@@ -30,7 +30,7 @@ def reward(guess: float) -> float:
 
 
 def build(
-    *, policy: str = "policies/guess", max_staleness: int = 2, rho: float = 4.0, lr: float = 4e-4,
+    *, policy: str = "policies/guess", max_staleness: int = 2, rho: float = 4.0, lr: float = 3e-4,
     eval_every: int = 50, blank: bool = False,
 ) -> Graph:  # fmt: skip
     """Train a policy that guesses carelessly on games of its own. blank: its guesses are not answered."""

@@ -41,7 +41,7 @@ class Chat(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class TurnQuestion:
     """What an episode sends along when it asks for a turn."""
 
     heard: Sequence[str]
@@ -55,7 +55,7 @@ class Question:
         return json.dumps([list(self.heard), self.most, list(self.rewards)]).encode()
 
     @classmethod
-    def of(cls, body: bytes) -> Question:
+    def of(cls, body: bytes) -> TurnQuestion:
         """What `to_bytes` made of one."""
         heard, most, rewards = json.loads(body)
         return cls(heard=tuple(heard), most=most, rewards=tuple(rewards))
@@ -110,7 +110,7 @@ class AskedChat:
                 f"chat.say needs room for a token, but got max_tokens={max_tokens!r}; give 1 or more, or leave it out"
             )
         heard, self.heard = self.heard, []
-        question = Question(heard=heard, most=max_tokens, rewards=self.rewards)
+        question = TurnQuestion(heard=heard, most=max_tokens, rewards=self.rewards)
         said = json.loads(await self.ask(question.to_bytes()))
         if said is None:
             self.is_over = True

@@ -6,7 +6,8 @@ Rows are appended before an episode hears them, and let go of when its group has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,12 +29,14 @@ from dataflow.records import (
     TURN,
     VERSIONS,
     AnyArray,
+    flat,
+    list_lengths,
 )
 from dataflow.runtime import Context
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.worker.host import in_flight
-from operators.episodes.conversation import SaidTurn
+from operators.episodes.dialogue import SaidTurn
 
 SCHEMA = pa.schema(
     [
@@ -74,8 +77,7 @@ class TurnFiles(GroupFiles):
         """By position, the turns that earlier processes kept of a group's rollouts, from the first on."""
         found: dict[int, list[SaidTurn]] = {}
         for rows in self._earlier(group):
-            for row in range(rows.num_rows):
-                kept = _kept(rows, row)
+            for kept in _kept(rows):
                 turns = found.setdefault(kept.position, [])
                 if kept.mark == mark and kept.number <= len(turns):  # a later process may have drawn one anew
                     turns[kept.number :] = [kept.turn]
@@ -128,19 +130,24 @@ def _batch(turns: Sequence[KeptTurn]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _kept(rows: pa.RecordBatch, row: int) -> KeptTurn:
-    values = {name: rows.column(name)[row] for name in SCHEMA.names}
-    turn = SaidTurn(
-        heard=tuple(values["heard"].as_py()), most=values[MOST_TOKENS].as_py(),
-        given=values["given"].values.to_numpy(), tokens=drawn_tokens(values),
-        text=values[COMPLETION].as_py(), finish_reason=values[FINISH_REASON].as_py(),
-    )  # fmt: skip
-    group, position, number, mark = (values[name].as_py() for name in (GROUP_ID, POSITION, TURN, "mark"))
-    return KeptTurn(group, position, number, mark, turn)
+def drawn_tokens(rows: pa.RecordBatch) -> list[RolloutTokens]:
+    """What the policy drew, by row: of the columns of answers, or of kept turns."""
+    offsets = np.concatenate([[0], np.cumsum(list_lengths(rows.column(TOKENS)))])
+    ids, logprobs, versions = (flat(rows.column(name)) for name in (TOKENS, LOGPROBS, VERSIONS))
+    masks = rows.column(SAMPLING_MASK)
+    left = None if masks.null_count else SamplingMask.of_lists(masks.flatten())
+    whole = RolloutTokens.drawn(ids, logprobs, versions, left)
+    return [whole[begin:end] for begin, end in itertools.pairwise(offsets.tolist())]
 
 
-def drawn_tokens(values: Mapping[str, pa.Scalar]) -> RolloutTokens:
-    """The tokens of one row, by its columns."""
-    ids, logprobs, versions = (values[name].values.to_numpy() for name in (TOKENS, LOGPROBS, VERSIONS))
-    left = values[SAMPLING_MASK].values
-    return RolloutTokens.drawn(ids, logprobs, versions, None if left is None else SamplingMask.of_lists(left))
+def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
+    names = (GROUP_ID, POSITION, TURN, "mark", "heard", MOST_TOKENS, COMPLETION, FINISH_REASON)
+    columns = [rows.column(name).to_pylist() for name in names]
+    given = rows.column("given")
+    for row, (tokens, *values) in enumerate(zip(drawn_tokens(rows), *columns, strict=True)):
+        group, position, number, mark, heard, most, text, reason = values
+        turn = SaidTurn(
+            heard=tuple(heard), most=most, given=given[row].values.to_numpy(), tokens=tokens, text=text,
+            finish_reason=reason,
+        )  # fmt: skip
+        yield KeptTurn(group, position, number, mark, turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,9 +39,9 @@ from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
-from operators.episodes.chat import Outcome, Question, told
-from operators.episodes.conversation import Conversation, TurnRequest
-from operators.episodes.declaration import Episode
+from operators.episodes.chat import Outcome, TurnQuestion, told
+from operators.episodes.dialogue import Dialogue, TurnRequest
+from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
 from operators.episodes.worlds import row_bytes, worlds_of
 from operators.generation import groups
@@ -58,7 +59,7 @@ class LiveEpisode:
 
     group: PromptGroup
     position: int
-    talk: Conversation
+    talk: Dialogue
     columns: bytes
     """Of its prompt, for the function."""
     asked: Asked | None = None
@@ -67,6 +68,8 @@ class LiveEpisode:
     """The turn that the generator draws for it."""
     error: str | None = None
     """What failed, where it is not the world."""
+    failures: int = 0
+    """Of the world."""
     returned: Any = None
 
     def encode(self, start: int, stop: int) -> bytes:
@@ -83,12 +86,13 @@ class EpisodesRuntime(Runtime):
     unblocked by: what they ask or return, or the limits of time and memory; answers
     """
 
-    def __init__(self, episode: Episode, context: Context) -> None:
+    def __init__(self, episode: EpisodeKnobs, context: Context) -> None:
         """Load the tokenizer of the generator's model, and start the processes."""
         self._episode, self._context, self._name = episode, context, context.node
         assert episode.generator is not None and episode.generator.uses is not None, "the graph was checked"
         self._tokenizer = load_tokenizer(episode.generator.uses)
         self._masks = SAMPLING_MASK in episode.provides({})
+        self._encode = functools.lru_cache(maxsize=4096)(self._encoded)
         self._worlds = worlds_of(episode)
         self._at_once = episode.concurrency * episode.processes
         self._files = turn_files_of(context)
@@ -186,13 +190,13 @@ class EpisodesRuntime(Runtime):
 
     def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch) -> LiveEpisode:
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
-        talk = Conversation(
+        talk = Dialogue(
             key=key, prompt=group.prompt, max_turns=self._episode.max_turns,
             max_tokens=self._episode.max_tokens or UNBOUNDED, encode=self._encode,
         )  # fmt: skip
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
 
-    def _encode(self, text: str) -> AnyArray:
+    def _encoded(self, text: str) -> AnyArray:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def _mark(self, group: PromptGroup) -> int:
@@ -225,7 +229,7 @@ class EpisodesRuntime(Runtime):
     def _ask(self, asked: Asked) -> None:
         """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
         each = self._live[asked.job]
-        question = Question.of(asked.body)
+        question = TurnQuestion.of(asked.body)
         each.talk.rewards = question.rewards
         found = each.talk.ask(asked.number, question.heard, question.most)
         if not isinstance(found, TurnRequest):
@@ -241,19 +245,19 @@ class EpisodesRuntime(Runtime):
 
     def _hear(self, answers: pa.RecordBatch) -> None:
         """What the generator has drawn; nobody waits for what was asked for by an episode that has ended."""
-        numbers = answers.column(GROUP_ID).to_pylist()
-        for row, number in enumerate(numbers):
+        said = drawn_tokens(answers)
+        columns = [answers.column(name).to_pylist() for name in (GROUP_ID, COMPLETION, FINISH_REASON, ERROR)]
+        for tokens, number, text, reason, error in zip(said, *columns, strict=True):
             each = self._asked.get(number)
             if each is None:
                 continue
             self._withdraw(each)
-            values = {name: answers.column(name)[row] for name in answers.schema.names}
             group, at = each.group, len(each.talk.turns)
             self._told.append((each, at))
-            if (error := values[ERROR].as_py()) is not None:
+            if error is not None:
                 each.error = error
                 continue
-            turn = each.talk.answer(drawn_tokens(values), values[COMPLETION].as_py(), values[FINISH_REASON].as_py())
+            turn = each.talk.answer(tokens, text, reason)
             if turn is None:
                 continue
             self._turns += 1
@@ -284,6 +288,11 @@ class EpisodesRuntime(Runtime):
     def _end(self, answer: Answer) -> None:
         """A function has returned, or failed."""
         each = self._live.pop(answer.job)
+        each.failures += bool(answer.failures)
+        if answer.failures and each.error is None and each.failures < self._episode.tries:
+            each.asked = None
+            self._await(each)
+            return
         self._withdraw(each)
         talk, group = each.talk, each.group
         tail: Sequence[str] = ()

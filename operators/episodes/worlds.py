@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -15,9 +15,7 @@ from dataflow.scoring.process import Asked, Encode
 from dataflow.scoring.return_values import checker, describe
 from dataflow.scoring.values import row_arguments
 from operators.episodes.chat import AskedChat, EpisodeOver, Outcome
-
-if TYPE_CHECKING:
-    from operators.episodes.declaration import Episode
+from operators.episodes.knobs import EpisodeKnobs
 
 
 class Worlds(Protocol):
@@ -133,7 +131,7 @@ class InWorkerWorlds:
         self._answers.append(Answer(job, [0], failures, self._settings.pack(values)))
 
 
-def worlds_of(episode: Episode) -> Worlds:
+def worlds_of(episode: EpisodeKnobs) -> Worlds:
     """A pool, whose server is forked here, or this process."""
     settings = PoolSettings(
         prepare=partial(_prepare, episode),
@@ -157,7 +155,7 @@ def row_bytes(row: pa.RecordBatch) -> bytes:
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
-def _prepare(episode: Episode, payload: bytes) -> Call:
+def _prepare(episode: EpisodeKnobs, payload: bytes) -> Call:
     """The function that runs an episode of this row."""
     row = pa.ipc.open_stream(pa.py_buffer(payload)).read_next_batch()
     annotations = episode.signature.annotations

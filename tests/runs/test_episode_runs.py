@@ -204,6 +204,34 @@ def test_a_world_that_fails_is_an_error_of_its_rollouts_and_no_reward(policy: Pa
             assert row["advantage"] == 0.0, "siblings did alike, and failures are none of them"
 
 
+@episode(max_turns=TURNS, tries=3)
+async def moody(chat: Any, prompt: str, folder: str = "") -> float:
+    """Fails twice, after turns that are told again."""
+    first = await chat.say(max_tokens=4)
+    chat.hear(first[:1])
+    await chat.say(max_tokens=4)
+    mark = Path(folder) / f"{prompt}{first.encode().hex()}"
+    with mark.open("a") as file:
+        file.write(".")
+    if len(mark.read_text()) < 3:
+        raise OSError("no answer from the world")
+    return 1.0
+
+
+def test_an_episode_whose_world_fails_is_tried_again(policy: Path, tmp_path: Path) -> None:
+    g = Graph("moody")
+    generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=4, slots=8)
+    found = collect(moody(generator, g.source(Prompts(rows(4), epochs=1)), folder=str(tmp_path)), rows=4).to_pylist()
+    assert [(row["error"], row["moody"], max(row["turn"])) for row in found] == [(None, 1.0, 1)] * 4
+    assert [mark.read_text() for mark in tmp_path.iterdir()] == ["..."] * 4
+    twice = dataclasses.replace(moody, tries=2)
+    other = tmp_path / "other"
+    other.mkdir()
+    g = Graph("moodier")
+    found = collect(twice(generator, g.source(Prompts(rows(1), epochs=1)), folder=str(other)), rows=1).to_pylist()
+    assert "no answer from the world" in found[0]["error"] and found[0]["moody"] is None
+
+
 # Workers that die
 
 

@@ -51,7 +51,7 @@ class TurnRequest:
 
 
 @dataclass(kw_only=True)
-class Conversation:
+class Dialogue:
     """What the policy and the world said in one rollout."""
 
     key: str
@@ -87,7 +87,8 @@ class Conversation:
             return None
         given = np.concatenate([np.zeros(0, np.int32), *(self.encode(text) for text in heard)])
         self.waiting = tuple(heard), most, given
-        tokens = np.concatenate([self.tokens().ids, given]).astype(np.int32)
+        said = (part for turn in self.turns for part in (turn.given, turn.tokens.ids))
+        tokens = np.concatenate([self.prompt, *said, given]).astype(np.int32)
         room = left if most is None else min(most, left)
         turn = f"{self.key}/{len(self.turns)}"
         checksum = xxhash.xxh3_64_intdigest(f"{turn}/{room}/".encode() + tokens.tobytes()) & _SIGN

@@ -8,7 +8,7 @@ from rigs.examples import examples
 
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.episodes.conversation import Conversation, TurnRequest
+from operators.episodes.dialogue import Dialogue, TurnRequest
 
 PROMPT = np.array([7, 8])
 
@@ -17,21 +17,21 @@ def encode(text: str) -> AnyArray:
     return np.array([ord(letter) for letter in text], np.int32)
 
 
-def conversation(key: str = "0/prompts/0/0", max_turns: int = 8, max_tokens: int = 1000) -> Conversation:
-    return Conversation(key=key, prompt=PROMPT, max_turns=max_turns, max_tokens=max_tokens, encode=encode)
+def dialogue(key: str = "0/prompts/0/0", max_turns: int = 8, max_tokens: int = 1000) -> Dialogue:
+    return Dialogue(key=key, prompt=PROMPT, max_turns=max_turns, max_tokens=max_tokens, encode=encode)
 
 
 def drawn(ids: list[int], version: int = 0) -> RolloutTokens:
     return RolloutTokens.drawn(np.array(ids), -np.ones(len(ids)), np.full(len(ids), version))
 
 
-def asked(talk: Conversation, number: int, heard: tuple[str, ...] = (), most: int | None = None) -> TurnRequest:
+def asked(talk: Dialogue, number: int, heard: tuple[str, ...] = (), most: int | None = None) -> TurnRequest:
     request = talk.ask(number, heard, most)
     assert isinstance(request, TurnRequest)
     return request
 
 
-def converse(talk: Conversation, turns: list[tuple[str, list[int]]]) -> list[TurnRequest]:
+def converse(talk: Dialogue, turns: list[tuple[str, list[int]]]) -> list[TurnRequest]:
     requests = []
     for number, (heard, ids) in enumerate(turns):
         requests.append(asked(talk, number, (heard,) if heard else ()))
@@ -47,7 +47,7 @@ TURNS = st.lists(
 @examples(100)
 @given(TURNS)
 def test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them(turns: list[tuple[str, list[int]]]) -> None:
-    talk = conversation()
+    talk = dialogue()
     converse(talk, turns)
     talk.rewards = tuple(float(n) for n in range(1, len(turns) + 1))
     tokens, numbers, rewards = talk.tokens(), talk.turn_numbers(), talk.turn_rewards()
@@ -67,7 +67,7 @@ def test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them(turns
 def test_a_function_that_begins_anew_is_told_what_was_said_and_nothing_is_drawn_twice(
     turns: list[tuple[str, list[int]]], lives: int
 ) -> None:
-    talk = conversation()
+    talk = dialogue()
     requests = converse(talk, turns)
     before = talk.tokens().ids.tolist()
     for _ in range(lives):
@@ -78,7 +78,7 @@ def test_a_function_that_begins_anew_is_told_what_was_said_and_nothing_is_drawn_
 
 
 def test_from_the_first_thing_that_the_world_says_otherwise_turns_are_drawn_anew() -> None:
-    talk = conversation()
+    talk = dialogue()
     converse(talk, [("", [1]), ("a", [2]), ("b", [3])])
     assert talk.ask(0, (), None) == "<0>"
     request = asked(talk, 1, ("other",))
@@ -88,7 +88,7 @@ def test_from_the_first_thing_that_the_world_says_otherwise_turns_are_drawn_anew
 
 
 def test_an_answer_that_comes_while_the_function_begins_anew_is_kept() -> None:
-    talk = conversation()
+    talk = dialogue()
     converse(talk, [("", [1])])
     asked(talk, 1, ("a",))
     assert talk.ask(0, (), None) == "<0>", "its process has died, and it begins anew"
@@ -97,16 +97,16 @@ def test_an_answer_that_comes_while_the_function_begins_anew_is_kept() -> None:
 
 
 def test_the_same_turn_of_the_same_conversation_is_one_request() -> None:
-    one, other = conversation(), conversation()
+    one, other = dialogue(), dialogue()
     assert asked(one, 0, ("a",)).number == asked(other, 0, ("a",)).number
     assert asked(one, 0, ("b",)).number != asked(other, 0, ("a",)).number
-    assert asked(conversation("0/prompts/0/1"), 0).number != asked(conversation("0/prompts/0/0"), 0).number
-    assert asked(conversation("0/prompts/0/1"), 0).seed != asked(conversation("0/prompts/0/0"), 0).seed
+    assert asked(dialogue("0/prompts/0/1"), 0).number != asked(dialogue("0/prompts/0/0"), 0).number
+    assert asked(dialogue("0/prompts/0/1"), 0).seed != asked(dialogue("0/prompts/0/0"), 0).seed
 
 
 @pytest.mark.parametrize(("limits", "left"), [({"max_turns": 2}, 998), ({"max_tokens": 4}, 2)])
 def test_a_policy_has_no_turn_beyond_its_turns_and_its_tokens(limits: dict[str, int], left: int) -> None:
-    talk = conversation(**limits)
+    talk = dialogue(**limits)
     converse(talk, [("", [1, 2])])
     assert asked(talk, 1, ("a",)).most == left
     talk.answer(drawn([3, 4]), "", "length")
@@ -114,7 +114,7 @@ def test_a_policy_has_no_turn_beyond_its_turns_and_its_tokens(limits: dict[str, 
 
 
 def test_what_does_not_fit_the_context_is_no_part_of_the_rollout() -> None:
-    talk = conversation()
+    talk = dialogue()
     converse(talk, [("", [1])])
     asked(talk, 1, ("too long",))
     assert talk.answer(drawn([]), "", "length") is None
