@@ -1,4 +1,4 @@
-"""A small Llama learns to find a number by asking: five guesses, each answered by higher or lower.
+"""A small Llama learns to find a number by asking: four guesses, each answered by higher or lower.
 
 python -m graphs.guess
 """
@@ -12,7 +12,7 @@ from operators.credit import advantage
 from operators.losses import aipo
 from operators.warm_start import warm_start
 
-STEPS = 200
+STEPS = 400
 
 
 @episode(max_turns=task.TURNS)
@@ -30,13 +30,13 @@ def reward(guess: float) -> float:
 
 
 def build(
-    *, policy: str = "policies/guess", max_staleness: int = 2, rho: float = 4.0, lr: float = 3e-4,
-    eval_every: int = 50, blank: bool = False,
+    *, policy: str = "policies/guess", max_staleness: int = 2, rho: float = 4.0, lr: float = 6e-4,
+    eval_every: int = 100, blank: bool = False,
 ) -> Graph:  # fmt: skip
     """Train a policy that guesses carelessly on games of its own. blank: its guesses are not answered."""
     folder = warm_start(
-        policy, examples=task.examples(40_000, seed=0), alphabet=task.ALPHABET, layers=3, width=96, heads=4,
-        steps=300, seed=0, learning_rate=1e-3,
+        policy, examples=task.examples(60_000, seed=0), alphabet=task.ALPHABET, layers=3, width=96, heads=4,
+        steps=400, seed=0, learning_rate=2e-3,
     )  # fmt: skip
     g, model = Graph("guess"), Model(str(folder))
     prompts = Prompts(list(task.rows(20_000, seed=1)), columns=("secret",), shuffle_seed=0)

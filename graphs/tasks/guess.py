@@ -1,4 +1,4 @@
-"""The guessing game: a number below 32, as one digit, in five turns, answered by `+` (it is higher), `-` or `=`."""
+"""The guessing game: a number below 16, as one digit, in four turns, answered by `+` (it is higher), `-` or `=`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 import zlib
 from collections.abc import Iterator
 
-DIGITS = "0123456789abcdefghijklmnopqrstuv"
-"""Of the numbers from 0 to 31."""
+DIGITS = "0123456789abcdef"
+"""Of the numbers from 0 to 15."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ALPHABET = DIGITS + LETTERS + "?+-=~"
 """Every character of the task, each once."""
 
-TURNS = 5
+TURNS = 4
 MAX_TOKENS = 2
 """Of a turn: a digit and the end token."""
 
@@ -39,7 +39,7 @@ def judge(said: str, secret: int) -> str:
     return "?" if number < 0 else "=" if number == secret else "+" if secret > number else "-"
 
 
-def examples(count: int, *, seed: int, care: float = 0.5) -> Iterator[tuple[str, str]]:
+def examples(count: int, *, seed: int, care: float = 0.7) -> Iterator[tuple[str, str]]:
     """Yield turns of games by a careless player, for a warm start: the conversation so far, and the next guess. Only a
     share `care` of the guesses is surely one that what was heard leaves open."""
     draw = random.Random(f"guess-examples-{seed}")
