@@ -3,6 +3,10 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from dataflow.draw.decimate import decimate
+
 MOST_POINTS = 1_500
 Point = tuple[float, float]
 
@@ -21,9 +25,12 @@ def smooth(series: Sequence[Point]) -> list[Point]:
 
 
 def thin(series: Sequence[Point]) -> list[Point]:
-    """Every n-th point, and the last."""
-    stride = len(series) // MOST_POINTS + 1
-    return [*series[:-1:stride], series[-1]]
+    """As few of the points as a picture can show: both ends, and what stands out."""
+    if len(series) <= MOST_POINTS:
+        return list(series)
+    points = np.array(series, np.float64)
+    xs, ys = decimate(points[:, 0], points[:, 1], MOST_POINTS)
+    return list(zip(xs.tolist(), ys.tolist(), strict=True))
 
 
 def ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:

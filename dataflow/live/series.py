@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from dataflow.draw.decimate import decimate
 from dataflow.folder.run_folder import RunFolder
-from dataflow.live.decimate import decimate
 
 MOST_SERIES = 600
 MOST_POINTS = 4_000_000
