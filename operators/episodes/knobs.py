@@ -76,7 +76,7 @@ class EpisodeKnobs(Generate):
         theirs = self.generator.traits
         return Traits(
             temperature=theirs.temperature, in_flight=theirs.in_flight, top_k=theirs.top_k, chat=theirs.chat,
-            context_tokens=theirs.context_tokens, max_tokens=self.max_tokens or theirs.context_tokens,
+            context_tokens=theirs.context_tokens, max_tokens=theirs.context_tokens,
             calls_at_once=self.concurrency * self.processes,
         )  # fmt: skip
 

@@ -162,6 +162,27 @@ def test_a_run_of_processes_trains_every_group_once_and_none_beyond_the_bound(po
     nothing_is_left(result)
 
 
+@scorer(isolate=False)
+def length(completion: str) -> float:
+    return float(len(completion))
+
+
+def test_replicas_of_a_generator_answer_turns_beside_plain_prompts_until_these_end(
+    policy: Path, tmp_path: Path
+) -> None:
+    g, model = Graph("mixed"), Model(str(policy))
+    generator = Generator(model, group_size=2, max_tokens=8, slots=16, segment_tokens=2)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=4, lr=1e-2)
+    trainer(advantage(reward(talk(generator, g.source(Prompts(rows(16), columns=("answer",), epochs=1))))))
+    plain = Prompts(rows(4), name="plain", group_size=1)
+    Evaluate(every_steps=4, of="length")(length(generator(g.source(plain))))
+    g.feedback(trainer.weights, generator, max_staleness=1)
+    result = run(g, runs=tmp_path, quiet=True, replicas={"generator": 2})
+    assert result.verdict.clean and "16 issued = 16 trained" in result.verdict.line, result.verdict.line
+    assert [line["eval_n"] for line in result.metrics if "eval_n" in line] == [4, 4]
+    nothing_is_left(result)
+
+
 # Worlds that fail
 
 
