@@ -6,14 +6,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from dataflow.scoring.calls import Answers, Call, CallAsks, CallHears, Calls, PoolSettings
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
 
-Source = memoryview  # three words shared with the owner: chunk (-1: none), call, start in ns
+Source = memoryview  # words shared with the owner: chunk (-1: none), call, start in ns, whether its code is what runs
 
 GATHER_NS = 5_000_000
 SLOW_NS = 200_000
@@ -182,9 +182,34 @@ class _Questions:
 
         try:
             async with limit:
-                return await call(index, ask), None
+                return await _Stepped(call(index, ask), source), None
         except BaseException as error:
             return None, settings.late if limit.expired() else settings.describe(error)
+
+
+class _Stepped:
+    """A coroutine that shows the owner while its own code is what the process is at: who blocks it, or ends it."""
+
+    def __init__(self, coroutine: Any, source: Source) -> None:
+        self._coroutine, self._source = coroutine, source
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._coroutine.__await__()
+        sent: Any = None
+        thrown: BaseException | None = None
+        while True:
+            self._source[3] = 1
+            try:
+                awaited = steps.send(sent) if thrown is None else steps.throw(thrown)
+            except StopIteration as over:
+                return over.value
+            finally:
+                self._source[3] = 0
+            sent = thrown = None
+            try:
+                sent = yield awaited
+            except BaseException as error:
+                thrown = error
 
 
 class _Gathered:

@@ -257,6 +257,7 @@ class Pool:
         frames, is_over = process.read()
         for frame in frames:
             if isinstance(frame, Asked):
+                self._deaths = self._blameless = 0
                 self._asked.append(frame)
                 continue
             self._deaths = self._blameless = 0
@@ -306,6 +307,8 @@ class Pool:
             if process.channel is None or not process.chunks:
                 continue
             process.late = process.running(before_ns)
+            if process.late and (blocking := process.running(is_at=True)):
+                process.late = blocking
             is_silent = process.is_silent(now, _PATIENCE_S + timeout_s)
             self._deaths += is_silent
             if process.late or is_silent or (looks and self._is_too_large(process)):
@@ -321,15 +324,18 @@ class Pool:
     def _bury(self, processes: list[PoolProcess], status: int | None) -> None:
         """Fail the calls that processes ended for, and have the rest made again.
 
-        A call is to blame when it alone was being made; several are made again one at a time, to find out.
-        A first SIGKILL is excused: it may have come from outside, or the memory may be that of earlier calls.
+        A call is to blame when it alone was being made, or its code was what the process was at; several are made again
+        one at a time, to find out.
+        A first SIGKILL is excused: it may have come from outside, or the memory may be that of earlier calls. Calls
+        that ask would wait for their owner one at a time: they are made again beside each other, and are to blame once
+        they have seen _DEATHS processes end.
         """
         chunks = [chunk for process in processes for chunk in process.chunks.values()]
         for process in processes:
             for chunk, call in process.late:
                 self._fail(chunk, call, self._settings.late)
         at_work = [process for process in processes if not process.late and status is not None]
-        accused = [each for process in at_work for each in process.running()]
+        accused = [each for process in at_work for each in process.running(is_at=True) or process.running()]
         left = [(chunk, call) for chunk in chunks for call in chunk.open]
         if not accused and len(left) == 1 and not any(process.late for process in processes):
             accused = left
@@ -340,14 +346,16 @@ class Pool:
             deaths[call] = deaths.get(call, 0) + 1
             if status == -signal.SIGKILL and deaths[call] == 1:
                 continue
-            if len(accused) == 1:
+            if len(accused) == 1 or (self._settings.asks and deaths[call] >= _DEATHS):
                 self._fail(chunk, call, cause or self._how_it_ended(status))
-            else:
+            elif not self._settings.asks:
                 chunk.open.discard(call)
                 apart.append(CallRange(chunk.job, call, call + 1, is_alone=True))
         if not accused and (self._deaths >= _DEATHS or status is None):
             for chunk in chunks:
-                chunk.is_alone = True
+                chunk.is_alone = not self._settings.asks
+                for call in sorted(chunk.open) if self._settings.asks else ():
+                    self._fail(chunk, call, cause or self._how_it_ended(status))
         self._pending.extendleft(reversed(apart + pieces_of(chunks)))
         for process in processes:
             process.chunks.clear()

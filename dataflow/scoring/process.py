@@ -76,6 +76,7 @@ class PoolProcess:
         """Start over with a new process at the other end."""
         for source in self._sources:
             self._progress[source] = -1
+            self._progress[source + 3] = 0
         self.channel = channel
         self.pid = 0
         self.base_kb = 0
@@ -158,12 +159,14 @@ class PoolProcess:
         self.idle_since = None
         return Asked(chunk.job, call, question.number, body)
 
-    def running(self, before_ns: int | None = None) -> list[tuple[CallChunk, int]]:
-        """Calls that are being made; only those begun before a time of the monotonic clock, if given."""
+    def running(self, before_ns: int | None = None, *, is_at: bool = False) -> list[tuple[CallChunk, int]]:
+        """Calls that are being made; only those begun before a time of the monotonic clock, if given; is_at: only the
+        one whose own code is what the process is at, where calls ask."""
         progress, running = self._progress, []
         for source in self._sources:
-            if progress[source] >= 0 and (before_ns is None or progress[source + 2] < before_ns):
-                number, call, _ = seen = progress[source : source + PROGRESS_FIELDS].tolist()
+            is_wanted = (before_ns is None or progress[source + 2] < before_ns) and (progress[source + 3] or not is_at)
+            if progress[source] >= 0 and is_wanted:
+                number, call, *_ = seen = progress[source : source + PROGRESS_FIELDS].tolist()
                 chunk = self.chunks.get(number)
                 is_steady = seen == progress[source : source + PROGRESS_FIELDS].tolist()
                 if is_steady and chunk is not None and chunk.start + call in chunk.open:

@@ -31,6 +31,13 @@ def prepare(payload: bytes) -> Call:
                 time.sleep(60)
             if word == "die" and number == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if word.startswith("meet"):  # in the world, and nobody knows by whose fault its process ends
+                await asyncio.sleep(0.05)
+                if word == "meet and die":
+                    os._exit(3)
+                if word == "meet and block":
+                    time.sleep(60)
+                await asyncio.sleep(0.2 if number else 0.0)
             if word == "raise":
                 raise ValueError("bad")
         return heard
@@ -117,6 +124,16 @@ def test_calls_of_a_process_that_died_ask_again_from_their_first_question() -> N
     for numbers in asked.values():
         lives = "".join(map(str, numbers)).split("0")[1:]
         assert all("012".startswith("0" + life) for life in lives), numbers
+
+
+@pytest.mark.parametrize(("end", "failure"), [("die", "exited with status 3"), ("block", "no answer within 1 s")])
+def test_who_ends_or_blocks_its_process_beside_others_is_found_at_once(end: str, failure: str) -> None:
+    words = [f"meet and {end}", *(f"meet {number}" for number in range(6))]
+    with pool(timeout_s=1.0) as made:
+        got = conversed(made, words, lambda asked: b".")
+        assert failure in str(got.pop(f"meet and {end}"))
+        assert got == dict.fromkeys(words[1:], b"...")
+        assert made.restarts == 1
 
 
 def test_who_asks_no_more_hears_nothing() -> None:
