@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from rigs.operators import struck
+from rigs.striking import Striking
 
 from dataflow import Devices, Graph, Model, Result, collect, inline, run, scorer
 from dataflow.errors import OperatorError
@@ -279,6 +280,25 @@ def test_a_run_whose_worker_is_killed_goes_on_and_is_clean(
     assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line
     (fault,) = read_faults(result.folder)
     assert fault["worker"] == f"{victim}-0"
+    assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
+    nothing_is_left(result)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_whose_workers_are_killed_one_after_the_other_is_clean(
+    policy: Path, tmp_path: Path, limits: Limits
+) -> None:
+    """The episode's processes are three: its worker, the server of its pool, and one in which functions run."""
+    sizes, steps = {"talk": 3, "generator": 1, "trainer": 1}, 24
+    victims = [("talk", 0), ("generator", 0), ("trainer", 0), ("talk", 0), ("generator", 0)]
+    striking = Striking(tmp_path, sizes, victims)
+    striking.start()
+    result = run(graph(policy, eval_every=8), steps=steps, runs=tmp_path, quiet=True, limits=limits)
+    striking.join(1.0)
+    assert striking.error is None and striking.struck == victims
+    assert result.verdict.clean, result.verdict.line
+    assert f"{steps * 4} trained + 0 dropped" in result.verdict.line
     assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
     nothing_is_left(result)
 
