@@ -5,23 +5,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataflow.draw.decimate import decimate
+from dataflow.draw.decimate import decimate, running_mean
 
 MOST_POINTS = 1_500
 Point = tuple[float, float]
 
 
 def smooth(series: Sequence[Point]) -> list[Point]:
-    """Its running mean, over about a twentieth of the points."""
-    half = max(len(series) // 40, 2)
-    sums = [0.0]
-    for _, value in series:
-        sums.append(sums[-1] + value)
-    means = []
-    for at, (step, _) in enumerate(series):
-        low, high = max(at - half, 0), min(at + half + 1, len(series))
-        means.append((step, (sums[high] - sums[low]) / (high - low)))
-    return means
+    """Its running mean."""
+    means = running_mean(np.array([value for _, value in series], np.float64))
+    return [(step, mean) for (step, _), mean in zip(series, means.tolist(), strict=True)]
 
 
 def thin(series: Sequence[Point]) -> list[Point]:

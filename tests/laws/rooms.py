@@ -1,5 +1,6 @@
 """All laws, by the part of the design that has them."""
 
+from .chat import CHAT
 from .episodes import EPISODES
 from .hosts import HOSTS
 from .language import LANGUAGE, STRUCTURE
@@ -12,6 +13,7 @@ ROOMS = {
     "Rooms": STRUCTURE,
     "The language": LANGUAGE,
     "Records and the run folder": RECORDS,
+    "Conversations": CHAT,
     "The data plane": DATA_PLANE,
     "The weight plane": WEIGHT_PLANE,
     "Security": SECURITY,
