@@ -12,7 +12,7 @@ from operators.credit import advantage
 from operators.losses import aipo
 from operators.warm_start import warm_start
 
-STEPS = 400
+STEPS = 150
 
 
 @episode(max_turns=task.TURNS)
@@ -31,7 +31,7 @@ def reward(guess: float) -> float:
 
 def build(
     *, policy: str = "policies/guess", max_staleness: int = 2, rho: float = 4.0, lr: float = 6e-4,
-    eval_every: int = 100, blank: bool = False,
+    eval_every: int = 50, blank: bool = False,
 ) -> Graph:  # fmt: skip
     """Train a policy that guesses carelessly on games of its own. blank: its guesses are not answered."""
     folder = warm_start(

@@ -1,6 +1,6 @@
 """The laws of episodes and of their turns."""
 
-from .changes import always, expression, instead, never, without
+from .changes import always, assigned, expression, instead, never, without
 from .law import Law
 
 EPISODES = (
@@ -56,8 +56,8 @@ EPISODES = (
     Law(
         "turns are taken however many wait that may not start",
         "test_turns_are_taken_however_many_wait_that_may_not_start",
-        "operators.generation.runtime:GeneratorRuntime._push_turns",
-        without("_turn_queues", "add", "!_admission"),
+        "operators.generation.runtime:GeneratorRuntime.room",
+        assigned("sources", "{*self._context.columns, *self._admission.sources}", "_turn_queues"),
         "that they are counted apart",
     ),
     Law(
