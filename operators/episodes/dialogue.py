@@ -61,7 +61,8 @@ class Dialogue:
     max_turns: int
     max_tokens: int
     """That the policy may say in all turns together."""
-    encode: Callable[[str], AnyArray]
+    given: Callable[[AnyArray, Sequence[SaidTurn], Sequence[str]], AnyArray]
+    """Tokens of what was heard behind some turns: `Words.given`."""
     turns: list[SaidTurn] = field(default_factory=list)
     rewards: Sequence[float] = ()
     waiting: tuple[tuple[str, ...], int | None, AnyArray] | None = None
@@ -85,7 +86,7 @@ class Dialogue:
         left = self.max_tokens - self.said
         if len(self.turns) >= self.max_turns or left < 1 or self.is_full:
             return None
-        given = np.concatenate([np.zeros(0, np.int32), *(self.encode(text) for text in heard)])
+        given = self.given(self.prompt, self.turns, heard)
         self.waiting = tuple(heard), most, given
         said = (part for turn in self.turns for part in (turn.given, turn.tokens.ids))
         tokens = np.concatenate([self.prompt, *said, given]).astype(np.int32)

@@ -136,10 +136,4 @@ class EpisodeKnobs(Generate):
             found.append(f"{head} writes column '{self.name}', which it also reads; give it another name")
         if self.generator is None:
             found.append(f"{head} has no generator; apply it as {self.name}(generator, g.source(...))")
-        elif self.generator.traits.chat:
-            found.append(
-                f"{head} takes turns with '{self.generator.name}', whose prompts are chat messages (chat=True), and "
-                f"what the world says is put behind the policy's tokens as plain text; give it prompts as text, and "
-                f"leave chat out"
-            )
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,12 +36,14 @@ from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
+from operators.chat.chat_format import ChatError, ChatFormat
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
 from operators.episodes.dialogue import Dialogue, TurnRequest
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
+from operators.episodes.words import ChatWords, PlainWords, Words
 from operators.episodes.worlds import row_bytes, worlds_of
 from operators.generation import groups
 from operators.generation.groups import PromptGroup
@@ -92,7 +93,8 @@ class EpisodesRuntime(Runtime):
         assert episode.generator is not None and episode.generator.uses is not None, "the graph was checked"
         self._tokenizer = load_tokenizer(episode.generator.uses)
         self._masks = SAMPLING_MASK in episode.provides({})
-        self._encode = functools.lru_cache(maxsize=4096)(self._encoded)
+        self._form = ChatFormat(self._tokenizer) if episode.traits.chat else None
+        self._plain = PlainWords(self._tokenizer)
         self._worlds = worlds_of(episode)
         self._at_once = episode.concurrency * episode.processes
         self._files = turn_files_of(context)
@@ -126,7 +128,7 @@ class EpisodesRuntime(Runtime):
             return
         records = batch.records
         texts = records.column(PROMPT).to_pylist()
-        encoded = encode(self._tokenizer, texts, chat=False, context_tokens=UNBOUNDED)
+        encoded = encode(self._tokenizer, texts, chat=self._form is not None, context_tokens=UNBOUNDED)
         read = records.select(list(self._episode.signature.annotations))
         columns = [records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION, ROUND_SIZE)]
         for row, (prompt, group_id, asked, least, in_round) in enumerate(zip(encoded, *columns, strict=True)):
@@ -137,7 +139,7 @@ class EpisodesRuntime(Runtime):
                 prompt=tokens, unstarted=size, left=size, rows=[None] * size,
             )  # fmt: skip
             self._owed += size
-            episodes = [self._made(group, position, read) for position in range(size)]
+            episodes = [self._made(group, position, read, texts[row]) for position in range(size)]
             self._episodes[id(group)] = episodes
             if isinstance(prompt, str):
                 group.fail(prompt)
@@ -188,16 +190,16 @@ class EpisodesRuntime(Runtime):
         for files in self._files.values():
             files.close()
 
-    def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch) -> LiveEpisode:
+    def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, prompt: str) -> LiveEpisode:
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
+        words: Words = self._plain
+        if self._form is not None and len(group.prompt):
+            words = ChatWords(self._form, prompt)
         talk = Dialogue(
             key=key, prompt=group.prompt, max_turns=self._episode.max_turns,
-            max_tokens=self._episode.max_tokens or UNBOUNDED, encode=self._encode,
+            max_tokens=self._episode.max_tokens or UNBOUNDED, given=words.given,
         )  # fmt: skip
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
-
-    def _encoded(self, text: str) -> AnyArray:
-        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def _mark(self, group: PromptGroup) -> int:
         return mark_of_prompt(f"{self._context.seed}/{group.source}/{group.group_id}", group.prompt)
@@ -231,7 +233,10 @@ class EpisodesRuntime(Runtime):
         each = self._live[asked.job]
         question = TurnQuestion.of(asked.body)
         each.talk.rewards = question.rewards
-        found = each.talk.ask(asked.number, question.heard, question.most)
+        try:
+            found = each.talk.ask(asked.number, question.heard, question.most)
+        except ChatError as error:
+            each.error, found = str(error), None
         if not isinstance(found, TurnRequest):
             self._played += found is not None
             self._worlds.tell(asked, told(found))

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -116,6 +118,46 @@ def test_what_was_sampled_is_trained_to_the_id_with_the_logprobs_of_a_full_forwa
         assert not recorded[~mask].any()
         assert (np.array(row["versions"])[~mask] == -1).all() and (np.array(row["versions"])[mask] == 0).all()
         assert row["finish_reason"] == "stop" and row["error"] is None
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}-"
+    "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+)
+
+
+def test_what_the_world_says_in_a_chat_stands_between_the_templates_delimiters(policy: Path, tmp_path: Path) -> None:
+    """And the policy's ids are those that were sampled, whether it ended its turn itself or had to stop."""
+    from transformers import AutoTokenizer
+
+    chatty = tmp_path / "chatty"
+    shutil.copytree(policy, chatty)
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(chatty)
+    g = Graph("chat")
+    generator = Generator(Model(str(chatty)).frozen(), group_size=4, max_tokens=8, slots=16, chat=True)
+    messages = [json.dumps([{"role": "user", "content": f"hi {n}"}]) for n in range(8)]
+    asked = Prompts([{"prompt": text, "answer": "3"} for text in messages], columns=("answer",), epochs=1)
+    found = collect(talk(generator, g.source(asked)), rows=32).to_pylist()
+    ended = set()
+    for row in found:
+        assert row["error"] is None and row["finish_reason"] == "stop"
+        tokens, turns = np.array(row["tokens"]), np.array(row["turn"])
+        said = [tokens[turns == turn] for turn in range(3)]
+        begin = int(np.flatnonzero(turns == 0)[0])
+        assert tokenizer.decode(tokens[:begin]).replace(
+            " ", ""
+        ) == f"u={json.loads(row['prompt'])[0]['content']}-a=".replace(" ", "")
+        for turn in range(2):
+            between = tokens[np.flatnonzero(turns == turn)[-1] + 1 : np.flatnonzero(turns == turn + 1)[0]]
+            is_ended = bool(said[turn][-1] == tokenizer.eos_token_id)
+            ended.add(is_ended)
+            text = tokenizer.decode(said[turn], skip_special_tokens=True)
+            closing = "-" if is_ended else "<eos>-"
+            expected = f"{closing}u=3{text[:1]}=-a="
+            assert between.tolist() == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert False in ended
 
 
 @episode(max_turns=2, isolate=False)

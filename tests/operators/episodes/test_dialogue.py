@@ -1,5 +1,7 @@
 """Laws of a conversation: what was sampled is kept as it is, what was said once is told again and not drawn twice."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from rigs.examples import examples
 
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.episodes.dialogue import Dialogue, TurnRequest
+from operators.episodes.dialogue import Dialogue, SaidTurn, TurnRequest
 
 PROMPT = np.array([7, 8])
 
@@ -17,8 +19,12 @@ def encode(text: str) -> AnyArray:
     return np.array([ord(letter) for letter in text], np.int32)
 
 
+def given_as(prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str]) -> AnyArray:
+    return encode("".join(heard))
+
+
 def dialogue(key: str = "0/prompts/0/0", max_turns: int = 8, max_tokens: int = 1000) -> Dialogue:
-    return Dialogue(key=key, prompt=PROMPT, max_turns=max_turns, max_tokens=max_tokens, encode=encode)
+    return Dialogue(key=key, prompt=PROMPT, max_turns=max_turns, max_tokens=max_tokens, given=given_as)
 
 
 def drawn(ids: list[int], version: int = 0) -> RolloutTokens:

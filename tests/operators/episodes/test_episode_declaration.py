@@ -135,7 +135,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: applied(guess, FakeGenerator()), r"got FakeGenerator\(name='generator'\); give it Generator",
     ),
     "another engine": (lambda: applied(guess, Generator(MODEL, engine="vllm")), 'runs on vllm.*; use engine="native"'),
-    "chat messages": (lambda: applied(guess, Generator(MODEL, chat=True)), "are chat messages .*; give it prompts as"),
     "a missing column": (lambda: applied(guess, columns={}), "'guess' reads column 'answer', but 'prompts' provides"),
     "a column's type": (lambda: applied(guess, columns={"answer": int}), "reads column 'answer' as str .*; change the"),
     "no turns": (lambda: applied(dataclasses.replace(guess, max_turns=0)), "has max_turns=0; give a whole number"),
