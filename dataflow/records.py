@@ -82,6 +82,7 @@ TURN_REQUEST: Columns = {
     MIN_VERSION: pa.int32(),  # not drawn under older weights
     SEED: pa.int64(),
     MOST_TOKENS: pa.int32(),  # of the turn
+    TEMPERATURE: pa.float64(),  # at which the turns before were sampled; null: as the generator samples now
     TOKENS: pa.list_(pa.int32()),  # the conversation so far
 }
 
@@ -92,6 +93,7 @@ TURN_ANSWER: Columns = {
     LOGPROBS: pa.list_(pa.float32()),
     VERSIONS: pa.list_(pa.int32()),
     SAMPLING_MASK: SAMPLING_MASK_TYPE,  # null where none is recorded
+    TEMPERATURE: pa.float64(),  # at which it was sampled
     FINISH_REASON: pa.string(),  # of the turn: stop | length | error
     ERROR: pa.string(),
 }

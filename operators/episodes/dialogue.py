@@ -32,6 +32,8 @@ class SaidTurn:
     """Of what the policy said."""
     text: str
     finish_reason: str
+    temperature: float | None = None
+    """At which it was sampled."""
 
     def follows(self, heard: Sequence[str], most: int | None) -> bool:
         """Whether it was drawn after this."""
@@ -48,6 +50,8 @@ class TurnRequest:
     tokens: AnyArray
     """The conversation so far, int32."""
     most: int
+    temperature: float | None
+    """At which the turns before were sampled, and this one is to be, whatever the generator's is now."""
 
 
 @dataclass(kw_only=True)
@@ -94,9 +98,16 @@ class Dialogue:
         turn = f"{self.key}/{len(self.turns)}"
         checksum = xxhash.xxh3_64_intdigest(f"{turn}/{room}/".encode() + tokens.tobytes()) & _SIGN
         seed = xxhash.xxh3_64_intdigest(turn.encode()) - (1 << 63)
-        return TurnRequest(number=checksum, seed=seed, tokens=tokens, most=room)
+        return TurnRequest(number=checksum, seed=seed, tokens=tokens, most=room, temperature=self.temperature)
 
-    def answer(self, tokens: RolloutTokens, text: str, finish_reason: str) -> SaidTurn | None:
+    @property
+    def temperature(self) -> float | None:
+        """At which its turns are sampled; None before the first."""
+        return self.turns[0].temperature if self.turns else None
+
+    def answer(
+        self, tokens: RolloutTokens, text: str, finish_reason: str, temperature: float | None = None
+    ) -> SaidTurn | None:
         """What the policy said in the turn that was asked for; None where it had no room in the context. The function
         may have begun anew meanwhile."""
         assert self.waiting is not None, "it was asked for"
@@ -105,7 +116,10 @@ class Dialogue:
             return None
         heard, most, given = self.waiting
         self.waiting = None
-        turn = SaidTurn(heard=heard, most=most, given=given, tokens=tokens, text=text, finish_reason=finish_reason)
+        turn = SaidTurn(
+            heard=heard, most=most, given=given, tokens=tokens, text=text, finish_reason=finish_reason,
+            temperature=temperature,
+        )  # fmt: skip
         self.turns.append(turn)
         return turn
 

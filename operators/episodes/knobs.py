@@ -8,8 +8,10 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
+
 from dataflow.node import Generate, Traits
-from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
+from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.scoring.signature import where_defined
 from operators.episodes.signature import EpisodeSignature, read_episode
 
@@ -106,7 +108,7 @@ class EpisodeKnobs(Generate):
 
     def provides(self, columns: Columns) -> Columns:
         """The prompt's columns, the rollout's, those of its turns, and what the function returns."""
-        found = super().provides(columns)
+        found = {**super().provides(columns), TEMPERATURE: pa.float64()}
         if self.generator is not None and SAMPLING_MASK in self.generator.provides({}):
             found = {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE}
         output = self.signature.output

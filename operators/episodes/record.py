@@ -25,6 +25,7 @@ from dataflow.records import (
     POSITION,
     SAMPLING_MASK,
     SAMPLING_MASK_TYPE,
+    TEMPERATURE,
     TOKENS,
     TURN,
     VERSIONS,
@@ -53,6 +54,7 @@ SCHEMA = pa.schema(
         (SAMPLING_MASK, SAMPLING_MASK_TYPE),
         (COMPLETION, pa.string()),
         (FINISH_REASON, pa.string()),
+        (TEMPERATURE, pa.float64()),
     ]
 )
 
@@ -126,6 +128,7 @@ def _batch(turns: Sequence[KeptTurn]) -> pa.RecordBatch:
         "given": pa.array([kept.turn.given for kept in turns], pa.list_(pa.int32())),
         COMPLETION: pa.array([kept.turn.text for kept in turns], pa.string()),
         FINISH_REASON: pa.array([kept.turn.finish_reason for kept in turns], pa.string()),
+        TEMPERATURE: pa.array([kept.turn.temperature for kept in turns], pa.float64()),
     }
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
@@ -141,13 +144,13 @@ def drawn_tokens(rows: pa.RecordBatch) -> list[RolloutTokens]:
 
 
 def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
-    names = (GROUP_ID, POSITION, TURN, "mark", "heard", MOST_TOKENS, COMPLETION, FINISH_REASON)
+    names = (GROUP_ID, POSITION, TURN, "mark", "heard", MOST_TOKENS, COMPLETION, FINISH_REASON, TEMPERATURE)
     columns = [rows.column(name).to_pylist() for name in names]
     given = rows.column("given")
     for row, (tokens, *values) in enumerate(zip(drawn_tokens(rows), *columns, strict=True)):
-        group, position, number, mark, heard, most, text, reason = values
+        group, position, number, mark, heard, most, text, reason, temperature = values
         turn = SaidTurn(
             heard=tuple(heard), most=most, given=given[row].values.to_numpy(), tokens=tokens, text=text,
-            finish_reason=reason,
+            finish_reason=reason, temperature=temperature,
         )  # fmt: skip
         yield KeptTurn(group, position, number, mark, turn)

@@ -25,6 +25,7 @@ from dataflow.records import (
     ROUND_SIZE,
     SAMPLING_MASK,
     SEED,
+    TEMPERATURE,
     TOKENS,
     TURN,
     TURN_REQUEST,
@@ -251,8 +252,10 @@ class EpisodesRuntime(Runtime):
     def _hear(self, answers: pa.RecordBatch) -> None:
         """What the generator has drawn; nobody waits for what was asked for by an episode that has ended."""
         said = drawn_tokens(answers)
-        columns = [answers.column(name).to_pylist() for name in (GROUP_ID, COMPLETION, FINISH_REASON, ERROR)]
-        for tokens, number, text, reason, error in zip(said, *columns, strict=True):
+        columns = [
+            answers.column(name).to_pylist() for name in (GROUP_ID, COMPLETION, FINISH_REASON, TEMPERATURE, ERROR)
+        ]
+        for tokens, number, text, reason, temperature, error in zip(said, *columns, strict=True):
             each = self._asked.get(number)
             if each is None:
                 continue
@@ -262,7 +265,7 @@ class EpisodesRuntime(Runtime):
             if error is not None:
                 each.error = error
                 continue
-            turn = each.talk.answer(tokens, text, reason)
+            turn = each.talk.answer(tokens, text, reason, temperature)
             if turn is None:
                 continue
             self._turns += 1
@@ -338,6 +341,9 @@ class EpisodesRuntime(Runtime):
         """The rows of complete groups of one source, with what their turns and the function add."""
         batch = groups.rollouts(complete, self._tokenizer, frozenset(), masks=self._masks)
         episodes = [each for group in complete for each in self._episodes[id(group)]]
+        temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
+        at = batch.schema.get_field_index(TEMPERATURE)
+        batch = batch.set_column(at, batch.schema.field(at), temperatures)
         none: AnyArray = np.zeros(0)
         has_turns = [bool(len(tokens)) for tokens in batch.column(TOKENS)]
         pairs = list(zip(episodes, has_turns, strict=True))
@@ -362,6 +368,7 @@ def _request_rows(requests: Sequence[tuple[LiveEpisode, TurnRequest]]) -> pa.Rec
         MIN_VERSION: [group.min_version for group in asking],
         SEED: [request.seed for request in wanted],
         MOST_TOKENS: [request.most for request in wanted],
+        TEMPERATURE: [request.temperature for request in wanted],
         TOKENS: [request.tokens for request in wanted],
     }
     arrays = [pa.array(columns[name], kind) for name, kind in TURN_REQUEST.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,9 @@ from dataflow.records import (
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
     SAMPLING_MASK,
-<<<<<<< HEAD
     SAMPLING_MASK_TYPE,
-    TURN_ANSWER,
-=======
     TEMPERATURE,
->>>>>>> main
+    TURN_ANSWER,
     AnyArray,
     schema,
 )
@@ -34,6 +31,7 @@ from dataflow.runtime import Batch
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import BROKEN, STOPPED
 from operators.engine.results import EndedRollout
+from operators.engine.sampling_params import Sampling
 from operators.generation.sampled_with import SampledWith
 
 REASONS = ("stop", "length", "error")
@@ -53,6 +51,8 @@ class Turn:
     seed: int
     limit: int
     """Most tokens of the conversation and the turn."""
+    temperature: float | None
+    """At which it is sampled; None: as the generator samples when it starts."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,8 @@ class PromptGroup:
     """Positions that this process starts, the first ones first; none: all of them."""
     begun: int = 0
     """Rollouts that this process has started."""
-<<<<<<< HEAD
+    sampled: SampledWith | None = None
+    """What its rollouts are sampled with; None before it is looked at."""
     turn: Turn | None = None
     """What was asked for, where it is a turn of an episode and no whole rollout."""
 
@@ -95,15 +96,18 @@ class PromptGroup:
     def number(self) -> int:
         """By which the batch that it came with knows it."""
         return self.group_id if self.turn is None else self.turn.number
-=======
-    sampled: SampledWith | None = None
-    """What its rollouts are sampled with; None before it is looked at."""
 
     @property
     def is_new(self) -> bool:
         """Whether no rollout of it has begun, in this process or an earlier one."""
         return not self.begun and not self.partial and not self.written_ends
->>>>>>> main
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are drawn."""
+        assert self.sampled is not None, "it was prepared"
+        pinned = None if self.turn is None else self.turn.temperature
+        return self.sampled.sampling if pinned is None else replace(self.sampled.sampling, temperature=pinned)
 
     def start(self, count: int) -> list[int]:
         """Positions of the next rollouts that start."""
@@ -209,7 +213,7 @@ def rollouts(
 
 def _temperature(group: PromptGroup) -> float:
     """NaN: nothing was sampled."""
-    return np.nan if group.sampled is None else group.sampled.sampling.temperature
+    return np.nan if group.sampled is None else group.sampling.temperature
 
 
 def _error(row: EndedRollout) -> str | None:
@@ -250,6 +254,7 @@ def answers(turns: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int]) 
     made = tokens.columns(offsets, sampling_mask=True) | {
         GROUP_ID: pa.array([group.number for group in turns], pa.int64()),
         COMPLETION: pa.array(_texts(rows, tokenizer, ends), pa.string()),
+        TEMPERATURE: pa.array([_temperature(group) for group in turns], pa.float64(), from_pandas=True),
         FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
         ERROR: pa.array([_error(row) for row in rows], pa.string()),
     }

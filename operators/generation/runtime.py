@@ -47,7 +47,7 @@ class GeneratorRuntime(Runtime):
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._native = built.native
         self._context_tokens = self.engine.context_tokens
-        self._turn_bounds = bounds_of_turns(context)
+        self._turn_bounds = bounds_of_turns(context.episodes, context.bounds)
         bounds = {**context.bounds, **self._turn_bounds}
         self._admission: Admission[PromptGroup] = Admission(bounds, declaration.in_flight)
         reader: WeightsIn | None = None
@@ -189,7 +189,8 @@ class GeneratorRuntime(Runtime):
 
     def change(self, knobs: KnobsInForce) -> None:
         """For groups that start from now on; bounds at once."""
-        self._declaration, self._admission.bounds = knobs.operator, knobs.bounds
+        turns = bounds_of_turns(self._context.episodes, knobs.bounds)
+        self._declaration, self._admission.bounds = knobs.operator, {**knobs.bounds, **turns}
         self._sampled.append(SampledWith.of(knobs.operator))
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -295,15 +296,11 @@ class GeneratorRuntime(Runtime):
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
         key = f"{self._context.seed}/{group.source}/{group.group_id}"
-<<<<<<< HEAD
         seeds = [_seed(key, position) for position in positions] if group.turn is None else [group.turn.seed]
-=======
-        assert group.sampled is not None, "it was prepared"
->>>>>>> main
         return PromptStart(
             prompt=group.prompt,
             limit=self._limit(group),
-            sampling=group.sampled.sampling,
+            sampling=group.sampling,
             tickets=tickets,
             seeds=seeds,
             partial=[group.partial.pop(position, None) for position in positions],
@@ -318,13 +315,9 @@ class GeneratorRuntime(Runtime):
 
     def _limit(self, group: PromptGroup) -> int:
         """Most tokens of prompt and completion."""
-<<<<<<< HEAD
-        most = len(group.prompt) + self._declaration.max_tokens
-        return min(self._context_tokens, most if group.turn is None else min(most, group.turn.limit))
-=======
         assert group.sampled is not None, "it was prepared"
-        return min(self._context_tokens, len(group.prompt) + group.sampled.max_tokens)
->>>>>>> main
+        most = min(self._context_tokens, len(group.prompt) + group.sampled.max_tokens)
+        return most if group.turn is None else min(most, group.turn.limit)
 
     def _out(self) -> list[Batch]:
         """One batch for each source that has complete groups; acknowledges arrivals that are done with."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from dataflow.records import GROUP_ID, MIN_VERSION, MOST_TOKENS, OF_GROUP, OF_SOURCE, SEED, TOKENS
-from dataflow.runtime import Batch, Context
+from dataflow.records import GROUP_ID, MIN_VERSION, MOST_TOKENS, OF_GROUP, OF_SOURCE, SEED, TEMPERATURE, TOKENS
+from dataflow.runtime import Batch
 from dataflow.staleness import Bound
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import TOO_LONG
@@ -15,23 +15,23 @@ from operators.engine.results import EndedRollout
 from operators.generation.groups import PromptGroup, Turn
 
 
-def bounds_of_turns(context: Context) -> dict[str, Bound]:
+def bounds_of_turns(episodes: Iterable[str], bounds: Mapping[str, Bound]) -> dict[str, Bound]:
     """By queue of turns, the bound of the source whose rollouts they belong to, where it has one."""
-    return {
-        _queue(episode, source): bound
-        for episode in context.episodes for source, bound in context.bounds.items()
-    }  # fmt: skip
+    return {_queue(episode, source): bound for episode in episodes for source, bound in bounds.items()}
 
 
 def turns_of(batch: Batch, context_tokens: int) -> Iterator[PromptGroup]:
     """The turns of a batch of requests; one whose conversation fills the context has ended, with nothing said."""
     records = batch.records
-    names = (GROUP_ID, OF_SOURCE, OF_GROUP, MIN_VERSION, SEED, MOST_TOKENS)
+    names = (GROUP_ID, OF_SOURCE, OF_GROUP, MIN_VERSION, SEED, MOST_TOKENS, TEMPERATURE)
     columns = [records.column(name).to_pylist() for name in names]
     lists = records.column(TOKENS)
-    for row, (number, source, group_id, min_version, seed, most) in enumerate(zip(*columns, strict=True)):
+    for row, (number, source, group_id, min_version, seed, most, temperature) in enumerate(zip(*columns, strict=True)):
         tokens = np.asarray(lists[row].values.to_numpy(), np.int64)
-        turn = Turn(number=number, queue=_queue(batch.source, source), seed=seed, limit=len(tokens) + most)
+        turn = Turn(
+            number=number, queue=_queue(batch.source, source), seed=seed, limit=len(tokens) + most,
+            temperature=temperature,
+        )  # fmt: skip
         group = PromptGroup(
             source=batch.source, group_id=group_id, size=1, min_version=min_version, batch=batch, row=row,
             prompt=tokens, unstarted=1, left=1, rows=[None], turn=turn,

@@ -200,7 +200,8 @@ def test_a_run_of_processes_trains_every_group_once_and_none_beyond_the_bound(po
     result = run(graph(policy, max_staleness=1), steps=STEPS, runs=tmp_path, quiet=True)
     assert result.verdict.clean, result.verdict.line
     assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line and "max staleness 1 of 1" in result.verdict.line
-    assert [line["eval_n"] for line in result.metrics if "eval_n" in line] == [6, 6, 6]
+    rounds = [line["eval_n"] for line in result.metrics if "eval_n" in line]
+    assert set(rounds) == {6} and 2 <= len(rounds) <= 3, "one that is due while another is under way may give way"
     assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
     nothing_is_left(result)
 

@@ -33,11 +33,12 @@ def generator(policy: Path) -> GeneratorRuntime:
 def asked(
     runtime: GeneratorRuntime, numbers: Iterable[int], groups: Iterable[int], *, source: str = "prompts",
     tokens: Any = (3, 4, 5), seed: int = 7, most: int = 4, least: int = 0,
+    temperature: float | None = None,
 ) -> list[int]:  # fmt: skip
     """Ask for turns; which of them the runtime releases, in time."""
     rows = [
         {"group_id": number, "of_source": source, "of_group": group, "min_version": least, "seed": seed,
-         "most_tokens": most, "tokens": list(tokens)}
+         "most_tokens": most, "sampling_temperature": temperature, "tokens": list(tokens)}
         for number, group in zip(numbers, groups, strict=True)
     ]  # fmt: skip
     released: list[int] = []
@@ -96,6 +97,15 @@ def test_the_same_turn_is_drawn_the_same_whatever_else_is(generator: GeneratorRu
     together = answered(generator)
     assert together[1]["tokens"] == alone["tokens"]
     assert np.allclose(together[1]["logprobs"], alone["logprobs"], atol=1e-5)
+
+
+def test_a_turn_is_sampled_as_those_before_it_were_whatever_the_generator_does_now(generator: GeneratorRuntime) -> None:
+    asked(generator, [1], [0], seed=1, temperature=0.0)
+    asked(generator, [2], [0], seed=2, temperature=0.0)
+    asked(generator, [3], [0], seed=3)
+    found = answered(generator)
+    assert found[1]["tokens"] == found[2]["tokens"], "the likeliest"
+    assert [found[number]["sampling_temperature"] for number in (1, 2, 3)] == [0.0, 0.0, 1.0]
 
 
 def test_a_conversation_that_fills_the_context_is_answered_with_nothing(generator: GeneratorRuntime) -> None:
