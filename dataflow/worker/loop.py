@@ -19,6 +19,7 @@ from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.records import GROUP_ID, group_slices
 from dataflow.runtime import Batch, Runtime
 from dataflow.worker.acknowledgements import Acknowledgements
+from dataflow.worker.answers import AnswerInlets
 from dataflow.worker.turns import Turns
 
 Acked: TypeAlias = Callable[[Iterable[int]], None]
@@ -111,7 +112,7 @@ class NodeLoop:
         self.ended = False
         self.rows_in = self.rows_out = 0
         self.seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
-        self._inlets, self._outlets, self._answers = inlets, outlets, answers
+        self._inlets, self._outlets, self._answers = inlets, outlets, AnswerInlets(node, answers)
         self._ends: list[Inlet | Outlet] = [
             *(inlet for _, _, inlet in (*inlets, *answers)),
             *(o for each in outlets.values() for o in each),
@@ -141,8 +142,8 @@ class NodeLoop:
         self._answer()
         moved = self._flush() | self._take_turns()
         if self.ended:
-            return moved | self._pass_over()
-        moved |= self._hear()
+            return moved | self._pass_over() | self._answers.hear(None)
+        moved |= self._answers.hear(self.runtime)
         if self._outbox or self.paused:
             return moved
         moved |= self._receive()
@@ -180,18 +181,6 @@ class NodeLoop:
     def waited(self, seconds: float) -> None:
         """Account for time that the worker slept while this node had nothing to do, or no credit."""
         self.seconds["blocked" if self._outbox else "idle"] += seconds
-
-    def _hear(self) -> bool:
-        """Take in answers, also while what leaves waits for credit: who answers may wait for that of its answers."""
-        moved = False
-        for source, origin, inlet in self._answers:
-            while (delivery := inlet.receive()) is not None:
-                moved = True
-                with boundary(self.node, f"taking answers from '{origin}'"):
-                    self.runtime.push(Batch(source, delivery.batch, origin))
-                delivery.ack()
-            inlet.flush()
-        return moved
 
     def _receive(self) -> bool:
         moved = False
@@ -302,10 +291,6 @@ class NodeLoop:
             while (delivery := inlet.receive()) is not None:
                 moved = True
                 self.acknowledgements.done(source, origin, self._arrive(source, origin, delivery))
-        for _, _, inlet in self._answers:
-            while (delivery := inlet.receive()) is not None:
-                moved = True
-                delivery.ack()
         return moved
 
     def _end(self) -> bool:

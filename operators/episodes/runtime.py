@@ -16,7 +16,6 @@ from dataflow.records import (
     ERROR,
     FINISH_REASON,
     GROUP_ID,
-    GROUP_SIZE,
     MIN_VERSION,
     MOST_TOKENS,
     OF_GROUP,
@@ -131,22 +130,16 @@ class EpisodesRuntime(Runtime):
         texts = records.column(PROMPT).to_pylist()
         encoded = encode(self._tokenizer, texts, chat=self._form is not None, context_tokens=UNBOUNDED)
         read = records.select(list(self._episode.signature.annotations))
-        columns = [records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION, ROUND_SIZE)]
-        for row, (prompt, group_id, asked, least, in_round) in enumerate(zip(encoded, *columns, strict=True)):
-            size = asked or self._episode.rollouts_per_prompt
-            tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
-            group = PromptGroup(
-                source=batch.source, group_id=group_id, size=size, min_version=least, batch=batch, row=row,
-                prompt=tokens, unstarted=size, left=size, rows=[None] * size,
-            )  # fmt: skip
-            self._owed += size
-            episodes = [self._made(group, position, read, texts[row]) for position in range(size)]
+        rounds = records.column(ROUND_SIZE).to_pylist()
+        for group in groups.of_prompts(batch, encoded, self._episode.rollouts_per_prompt):
+            self._owed += group.size
+            text = texts[group.row]
+            episodes = [self._made(group, position, read, text) for position in range(group.size)]
             self._episodes[id(group)] = episodes
-            if isinstance(prompt, str):
-                group.fail(prompt)
+            if not group.left:
                 self._complete.append(group)
                 continue
-            if not in_round:
+            if not rounds[group.row]:
                 self._recall(group, episodes)
             for each in episodes:
                 self._await(each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from dataflow.records import (
     FINISH_REASON,
     GROUP_ID,
     GROUP_SIZE,
+    MIN_VERSION,
     POSITION,
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
@@ -168,6 +169,24 @@ class PromptGroup:
         none = EndedRollout(tokens=RolloutTokens.joined(()), start=0, reason=BROKEN, text="", error=error)
         self.rows = [none] * self.size
         self.unstarted = self.left = 0
+
+
+def of_prompts(batch: Batch, encoded: Sequence[AnyArray | str], group_size: int) -> Iterator[PromptGroup]:
+    """A group for each prompt of a batch; one that could not be encoded has failed already.
+
+    encoded: tokens of each, or what is wrong with it. group_size: rollouts of a prompt that does not say.
+    """
+    numbers = (batch.records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION))
+    for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
+        size = asked or group_size
+        tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
+        group = PromptGroup(
+            source=batch.source, group_id=group_id, size=size, min_version=min_version, batch=batch, row=row,
+            prompt=tokens, unstarted=size, left=size, rows=[None] * size,
+        )  # fmt: skip
+        if isinstance(prompt, str):
+            group.fail(prompt)
+        yield group
 
 
 def collect(ended: Sequence[EndedRollout], tickets: dict[int, tuple[PromptGroup, int]]) -> list[PromptGroup]:

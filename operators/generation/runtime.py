@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout
-from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
+from dataflow.records import PROMPT
 from dataflow.rules.admission import Admission
 from dataflow.rules.leave import enough, leaves
 from dataflow.rules.room import prompt_room
@@ -26,7 +26,7 @@ from operators.generation.groups import PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.sampled_with import SampledWith
 from operators.generation.tokenize import encode
-from operators.generation.turns import bounds_of_turns, turns_of
+from operators.generation.turns import no_turns, turns_of, with_turns
 from operators.models.read_weights import ReadWeights
 
 
@@ -47,8 +47,7 @@ class GeneratorRuntime(Runtime):
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._native = built.native
         self._context_tokens = self.engine.context_tokens
-        self._turn_bounds = bounds_of_turns(context.episodes, context.bounds)
-        bounds = {**context.bounds, **self._turn_bounds}
+        bounds = with_turns(context.bounds, context.episodes)
         self._admission: Admission[PromptGroup] = Admission(bounds, declaration.in_flight)
         reader: WeightsIn | None = None
         attached: Mapping[str, Any] = {}
@@ -58,7 +57,6 @@ class GeneratorRuntime(Runtime):
             attached = self.engine.tensors
             reader = context.reader(attached)
         self._weights = ReadWeights(reader, attached, context.aside, built.ranks)
-        self._turn_queues = set(self._turn_bounds)
         self._told_dropped = 0
         self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
@@ -75,55 +73,26 @@ class GeneratorRuntime(Runtime):
         self._drains = False
 
     def room(self) -> int:
-        """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting. Turns are taken
-        whenever they come: there are no more of them than rollouts that may be in flight."""
-        sources = {*self._context.columns, *self._admission.sources} - self._turn_queues
+        """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting, turns aside."""
+        sources = {*self._context.columns, *no_turns(self._admission.sources)}
         waiting = (len(self._admission.sources.get(source, ())) for source in sources)
         return prompt_room(self._declaration.slots, waiting)
 
     def push(self, batch: Batch) -> None:
         """Tokenize the prompts into their source's queue; what cannot be served is complete at once."""
-        records = batch.records
-        if not records.num_rows:
-            return
-        if batch.source in self._context.episodes:
-            self._push_turns(batch)
-            return
-        texts = records.column(PROMPT).to_pylist()
-        encoded = encode(self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens)
-        numbers = (records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION))
-        for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
-            size = asked or self._declaration.group_size
-            tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
-            group = PromptGroup(
-                source=batch.source,
-                group_id=group_id,
-                size=size,
-                min_version=min_version,
-                batch=batch,
-                row=row,
-                prompt=tokens,
-                unstarted=size,
-                left=size,
-                rows=[None] * size,
-            )
-            self._owed += size
-            if isinstance(prompt, str):
-                group.fail(prompt)
-                self._complete.append(group)
-            else:
-                self._admission.add(batch.source, group)
-
-    def _push_turns(self, batch: Batch) -> None:
-        """Put turns that are asked for into the queue of their episode's source."""
-        for group in turns_of(batch, self._context_tokens):
-            self._owed += 1
+        for group in self._arriving(batch):
+            self._owed += group.size
             if group.left:
-                assert group.turn is not None
-                self._turn_queues.add(group.turn.queue)
-                self._admission.add(group.turn.queue, group)
+                self._admission.add(batch.source if group.turn is None else group.turn.queue, group)
             else:
                 self._complete.append(group)
+
+    def _arriving(self, batch: Batch) -> Iterator[PromptGroup]:
+        if batch.source in self._context.episodes:
+            return turns_of(batch, self._context_tokens)
+        texts = batch.records.column(PROMPT).to_pylist()
+        encoded = encode(self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens)
+        return groups.of_prompts(batch, encoded, self._declaration.group_size)
 
     def work(self) -> list[Batch] | None:
         """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
@@ -189,8 +158,7 @@ class GeneratorRuntime(Runtime):
 
     def change(self, knobs: KnobsInForce) -> None:
         """For groups that start from now on; bounds at once."""
-        turns = bounds_of_turns(self._context.episodes, knobs.bounds)
-        self._declaration, self._admission.bounds = knobs.operator, {**knobs.bounds, **turns}
+        self._declaration, self._admission.bounds = knobs.operator, with_turns(knobs.bounds, self._context.episodes)
         self._sampled.append(SampledWith.of(knobs.operator))
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -332,10 +300,8 @@ class GeneratorRuntime(Runtime):
         batches = []
         masks = self._declaration.sampling_mask
         for source, complete in by_source.items():
-            if source in self._context.episodes:
-                batches.append(Batch(source, groups.answers(complete, self.tokenizer, self._ends)))
-            else:
-                batches.append(Batch(source, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
+            made = groups.answers if source in self._context.episodes else partial(groups.rollouts, masks=masks)
+            batches.append(Batch(source, made(complete, self.tokenizer, self._ends)))
             for group in complete:
                 self._owed -= group.size
                 self._begun -= group.begun

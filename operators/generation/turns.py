@@ -15,9 +15,15 @@ from operators.engine.results import EndedRollout
 from operators.generation.groups import PromptGroup, Turn
 
 
-def bounds_of_turns(episodes: Iterable[str], bounds: Mapping[str, Bound]) -> dict[str, Bound]:
-    """By queue of turns, the bound of the source whose rollouts they belong to, where it has one."""
-    return {_queue(episode, source): bound for episode in episodes for source, bound in bounds.items()}
+def with_turns(bounds: Mapping[str, Bound], episodes: Iterable[str]) -> dict[str, Bound]:
+    """Bounds by source and, for each queue of turns, that of the source whose rollouts they belong to."""
+    turns = {_queue(episode, source): bound for episode in episodes for source, bound in bounds.items()}
+    return {**bounds, **turns}
+
+
+def no_turns(queues: Iterable[str]) -> set[str]:
+    """Those queues in which prompts wait, and no turns."""
+    return {queue for queue in queues if "/" not in queue}
 
 
 def turns_of(batch: Batch, context_tokens: int) -> Iterator[PromptGroup]:

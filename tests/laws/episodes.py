@@ -1,6 +1,6 @@
 """The laws of episodes and of their turns."""
 
-from .changes import always, assigned, expression, instead, never, without
+from .changes import always, assigned, expression, instead, never, returned, without
 from .law import Law
 
 EPISODES = (
@@ -50,14 +50,14 @@ EPISODES = (
         "a turn starts when the group of its rollout may",
         "test_a_turn_starts_when_the_group_of_its_rollout_may",
         "operators.generation.runtime:GeneratorRuntime.__init__",
-        expression("context.bounds", "bounds", "_turn_bounds", "context"),
+        assigned("bounds", "context.bounds"),
         "the bounds of turns",
     ),
     Law(
         "turns are taken however many wait that may not start",
         "test_turns_are_taken_however_many_wait_that_may_not_start",
-        "operators.generation.runtime:GeneratorRuntime.room",
-        assigned("sources", "{*self._context.columns, *self._admission.sources}", "_turn_queues"),
+        "operators.generation.turns:no_turns",
+        returned("set(queues)"),
         "that they are counted apart",
     ),
     Law(
