@@ -66,8 +66,15 @@ def write(root: Path, operators: int, steps: int) -> RunFolder:
     for at in range(ACTIVITY):
         said = {"replicas": 1, "busy": at * 0.4, "idle": at * 0.5, "blocked": at * 0.1, "rows_in": at, "rows_out": at}
         folder.note_activity(float(at), {name: {**said, "step": at * steps // ACTIVITY} for name in names})
-    for step in range(steps - KEPT + 1, steps + 1):
-        folder.rollouts_of("trainer").write(step, step_rows(step, step * PROMPTS, PROMPTS, GROUP, 200))
+    with Ledger.open(folder.ledger) as ledger:
+        (source,) = ledger.sources("trainer")
+        for step in range(1, steps - KEPT + 1):
+            ledger.commit_step("trainer", step, version=step, source=source, trained=[])
+        for number, step in enumerate(range(steps - KEPT + 1, steps + 1)):
+            groups = range(number * PROMPTS, (number + 1) * PROMPTS)
+            ledger.issue(source, [(group, f"p{group}") for group in groups])
+            ledger.commit_step("trainer", step, version=step, source=source, trained=groups)
+            folder.rollouts_of("trainer").write(step, step_rows(step, groups.start, PROMPTS, GROUP, 200))
     return folder
 
 

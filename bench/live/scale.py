@@ -71,8 +71,8 @@ def main() -> int:
         with served(folder, options.operators) as port:
             for name, figures in answers(port).items():
                 report.add(case=f"answers, {case}", system=name, **figures)
-            figures = browsed(port, Path(temporary), options.picture)
-            report.add(case=f"browser, {case}", system="headless Chromium", **figures)
+            seen = browsed(port, Path(temporary), options.picture)
+            report.add(case=f"browser, {case}", system="headless Chromium", **seen)
     report.show(Console(width=max(120, Console().width)))
     return 0
 
