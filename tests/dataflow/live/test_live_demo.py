@@ -46,6 +46,40 @@ def driven(page: Browser) -> None:
     page.press("Escape")
 
 
+def confirmed(page: Browser) -> str:
+    """What came of what was asked for."""
+    page.wait("document.getElementById('confirm').open")
+    page.ask("document.getElementById('confirm-do').click()")
+    page.wait("document.getElementById('confirm-answer').className == 'done'", 60)
+    answer = seen(page, "confirm-answer")
+    page.ask("document.getElementById('confirm-cancel').click()")
+    return answer
+
+
+def changed(page: Browser) -> None:
+    """A knob set, a checkpoint asked for, a generator more, another scorer: each from the page."""
+    page.ask("document.getElementById('keep-checkpoint').click()")
+    confirmed(page)
+    page.ask(PICK % "trainer")
+    page.wait("document.querySelector('#steer-node select')")
+    page.ask("(e => { e.value = 'lr'; e.onchange(); })(document.querySelector('#steer-node select'))")
+    page.ask("document.querySelector('#steer-node select').closest('form').querySelector('input').value = '0.0002'")
+    page.ask("document.querySelector('#steer-node select').closest('form').requestSubmit()")
+    assert "lr" in confirmed(page)
+    page.ask(PICK % "generator")
+    page.wait("document.querySelector('#steer-node h3').textContent.includes('generator')")
+    page.ask("document.querySelector('#steer-node input[type=number]').value = 2")
+    page.ask("document.querySelector('#steer-node input[type=number]').form.requestSubmit()")
+    assert "generator" in confirmed(page)
+    page.wait("[...document.querySelectorAll('#nodes tr')].some(e => e.cells[0].textContent == 'generator' && "
+              "[...e.cells].some(cell => cell.textContent == '2'))", 60)  # fmt: skip
+
+
+PICK = """(name => { const node = [...document.querySelectorAll('#stage .node')].find(e =>
+  e.getAttribute('aria-label').split(':')[0] == name);
+  if (!node.classList.contains('picked')) node.dispatchEvent(new MouseEvent('click')); })('%s')"""
+
+
 def test_the_demo_is_watched_and_stopped_from_its_page(tmp_path: Path) -> None:
     program_ = [sys.executable, "-m", "graphs.sorting", "--steps", "100000", "--eval-every", "10",
                 "--runs", str(tmp_path / "runs"), "--policy", str(tmp_path / "policy")]  # fmt: skip
@@ -66,11 +100,9 @@ def test_the_demo_is_watched_and_stopped_from_its_page(tmp_path: Path) -> None:
                         page.look_like(1280, 900)
                         page.open(url)
                         driven(page)
+                        changed(page)
                         page.ask("document.getElementById('stop-run').click()")
-                        page.wait("document.getElementById('confirm').open")
-                        page.ask("document.getElementById('confirm-do').click()")
-                        page.wait("document.getElementById('confirm-answer').className == 'done'", 60)
-                        page.ask("document.getElementById('confirm-cancel').click()")
+                        confirmed(page)
                         page.wait("document.getElementById('state').textContent == 'stopped'", 120)
                         page.wait("!document.getElementById('requests').hidden", 60)
                         assert "from the live page" in seen(page, "request-rows")
