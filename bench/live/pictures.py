@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--policy", type=Path, help="folder of the policy, to be made once")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    from rigs.chromium import browser
+    from rigs.browsing.chromium import browser
 
     with (
         tempfile.TemporaryDirectory() as temporary,

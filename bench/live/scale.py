@@ -144,7 +144,7 @@ def answers(port: int) -> dict[str, dict[str, float | int]]:
 
 def browsed(port: int, temporary: Path, picture: Path | None) -> dict[str, float | int | str | None]:
     """What a browser does with it; `skipped` says why there is none."""
-    from rigs.chromium import browser, program
+    from rigs.browsing.chromium import browser, program
 
     if program() is None:
         return {"skipped": "no Chromium here: apt-get install chromium-headless-shell"}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from rigs.chromium import Browser, browser, program
+from rigs.browsing.chromium import Browser, browser, program
 from six_steps import rollouts
 from under_way import told
 

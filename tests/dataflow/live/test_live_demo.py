@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.chromium import Browser, browser, program
+from rigs.browsing.chromium import Browser, browser, program
 
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify

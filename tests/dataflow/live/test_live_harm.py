@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from rigs.chromium import Browser, browser, program
+from rigs.browsing.chromium import Browser, browser, program
 from under_way import told
 
 from dataflow.errors import RunError
