@@ -264,11 +264,7 @@ class NodeLoops:
         """What each node says of itself and how it spent its time: plain values for the beat."""
         return {
             node: {
-                "status": self.runtimes[node].status(), **loop.spent(), "rows_in": loop.rows_in,
-                "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked, "starved": loop.starved,
-                "paused": loop.paused,
-                "turn": "" if loop.turns is None else loop.turns.state, "pending": self.runtimes[node].pending(),
-                "oldest": loop.acknowledgements.oldest(),
+                "status": self.runtimes[node].status(), **loop.report(), "pending": self.runtimes[node].pending(),
             }
             for node, loop in self.loops.items()
         }  # fmt: skip

@@ -104,10 +104,13 @@ class NodeLoop:
         """Whether finished rows wait for credit."""
         return bool(self._outbox)
 
-    @property
-    def starved(self) -> bool:
-        """Whether only newer weights would let it begin what it has."""
-        return self._time.state == "starved"
+    def report(self) -> dict[str, Any]:
+        """How it stands, and how its time was spent, as a node's report has it."""
+        return {
+            **self.spent(), "rows_in": self.rows_in, "rows_out": self.rows_out, "ended": self.ended,
+            "blocked": self.blocked, "starved": self._time.state == "starved", "paused": self.paused,
+            "turn": "" if self.turns is None else self.turns.state, "oldest": self.acknowledgements.oldest(),
+        }  # fmt: skip
 
     def spent(self) -> dict[str, Any]:
         """How its time was spent, and the time since it was made, as a report has them; asked in any thread."""
