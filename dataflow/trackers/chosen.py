@@ -27,7 +27,7 @@ LIBRARIES: Mapping[str, str] = {
     "opentelemetry": f"{_ROOM}.opentelemetry:OpenTelemetryTracker",
 }
 """By what --track calls them."""
-_LOADS: ContextVar[bool] = ContextVar("_LOADS", default=False)
+_LOADS: ContextVar[bool] = ContextVar("_LOADS")
 """Whether a module is being imported for the sake of a tracker: what would run a graph then is refused."""
 
 Wished: TypeAlias = "str | Tracker | type[Tracker]"
@@ -94,7 +94,7 @@ def choose(wished: Iterable[Wished]) -> tuple[ChosenTracker, ...]:
 
 def refuse_import() -> None:
     """For whoever runs a graph. Errors: GraphError where that comes of importing a tracker's module."""
-    if _LOADS.get():
+    if _LOADS.get(False):
         raise GraphError(
             "a tracker's process imports this program, and found that it runs a graph; put that below "
             "if __name__ == '__main__', or the tracker into a file of its own"

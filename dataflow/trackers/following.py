@@ -38,6 +38,7 @@ class TrackersOfRun:
     def __init__(self, folder: RunFolder, chosen: Sequence[ChosenTracker], limits: Limits) -> None:
         self._limits = limits
         self._names = ", ".join(each.name for each in chosen)
+        self._again = f"dataflow track {folder.path} --to {' --to '.join(each.reference for each in chosen)}"
         self._keeper: subprocess.Popen[Any] | None = None
         self._channel: Channel[Any] | None = None
         self._said: list[str] = []
@@ -70,6 +71,8 @@ class TrackersOfRun:
                 break
         for text in self.look():
             say(text)
+        if self._keeper.poll() is None:
+            say(f"{self._names} lack the end of the run, which {self._again} tells them")
         self.close()
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ def test_lines_that_come_while_the_run_goes_on_are_told(folder: RunFolder, keep:
     [("hang", "has been in '{}' for 60 s, and was ended"), ("stop", "has been in '{}' for 60 s, and was ended"),
      ("raise", "failed in '{}': ValueError: it does not like that"), ("die", "ended with status 3 in '{}'"),
      ("no room", "failed in '{}': OSError: .* No space left on device")],
+    ids=("hang", "stop", "raise", "die", "full"),
 )  # fmt: skip
 def test_whatever_a_tracker_does_in_whichever_call_is_told_once(
     how: str, said: str, call: str, folder: RunFolder, keep: Keep

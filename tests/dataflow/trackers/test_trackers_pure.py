@@ -141,7 +141,7 @@ def test_groups_of_steps_that_are_made_again_are_told_again(folder: RunFolder) -
         ("bad_trackers:Bad", "cannot be made"),
         (NotInstalled, r"a_library_that_nobody_has, which is not installed; pip install 'dataflow-rl\[nothing\]'"),
         (Unfit(), "make it a dataclass"),
-        (Lines(name={1}), "as JSON"),
+        (Lines(name=object()), "as JSON"),
         (3, "derived from dataflow.trackers.Tracker, but got a int"),
         (PrometheusTracker(port=0), "from 1 to 65535, but --metrics-port is 0"),
     ],
