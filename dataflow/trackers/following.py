@@ -71,7 +71,7 @@ class TrackersOfRun:
                 break
         for text in self.look():
             say(text)
-        if self._keeper.poll() is None:
+        if self._keeper.poll() is None and time.monotonic() >= deadline:
             say(f"{self._names} lack the end of the run, which {self._again} tells them")
         self.close()
 
