@@ -51,7 +51,7 @@ from dataflow.scheduler.table import Table
 from dataflow.structure import kept_by
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
-from dataflow.trackers.chosen import TRACK, Wished, choose, recorded_names, refuse_import
+from dataflow.trackers.chosen import TRACK, Wished, choose, recorded_names
 from dataflow.worker.host import Settings
 
 KEEP = "keep_steps"
@@ -197,8 +197,7 @@ def run(
     checkpoint_to: an address, as `pyarrow.fs.FileSystem.from_uri` takes it, or a path: each checkpoint is copied there,
     with the ledger, so that a host which does not see the run folder can go on from it (`dataflow resume --from`).
     None: nowhere, or as the run that is resumed had it.
-    track: who is told of the run elsewhere, in a process of its own: "wandb", say, a tracker with fields, or your own
-    (docs/trackers.md). None: nobody, or those libraries that the run which is resumed had.
+    track: who is told of the run elsewhere (docs/trackers.md). None: nobody, or the libraries of the resumed run.
     launch: how `dataflow resume` starts this program again; `main` knows it.
     foreseen: what `dataflow.foresight` tells of this run; kept in foreseen.json, and compared with what comes.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
@@ -212,7 +211,6 @@ def run(
     >>> run(g, on=inline(), steps=3, runs="runs", quiet=True).verdict.clean
     True
     """
-    refuse_import()
     if (host := HOSTED.get(None)) is not None:
         _check_files(graph)
         host.serve(graph, make_plan(graph, **host.inputs.arguments))

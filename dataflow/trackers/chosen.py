@@ -82,7 +82,8 @@ class ChosenTracker:
 
 
 def choose(wished: Iterable[Wished]) -> tuple[ChosenTracker, ...]:
-    """All that a user named. Errors: GraphError, also where two are the same."""
+    """All that a user named, for a run or for `dataflow track`. Errors: GraphError, also where two are the same."""
+    _refuse_import()
     found: dict[str, ChosenTracker] = {}
     for each in wished:
         chosen = ChosenTracker.of(each)
@@ -92,8 +93,8 @@ def choose(wished: Iterable[Wished]) -> tuple[ChosenTracker, ...]:
     return tuple(found.values())
 
 
-def refuse_import() -> None:
-    """For whoever runs a graph. Errors: GraphError where that comes of importing a tracker's module."""
+def _refuse_import() -> None:
+    """Errors: GraphError where a graph is run since a tracker's module is imported."""
     if _LOADS.get(False):
         raise GraphError(
             "a tracker's process imports this program, and found that it runs a graph; put that below "
