@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dataflow.failure import HUNG
 from dataflow.system.messages import Codec
 
 Call = Callable[[int], Any]
@@ -54,4 +55,4 @@ class PoolSettings:
     @property
     def late(self) -> str:
         """What a call that took too long is recorded as."""
-        return f"no answer within {self.timeout_s:g} s"
+        return f"{HUNG}: no answer within {self.timeout_s:g} s"

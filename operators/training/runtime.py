@@ -305,7 +305,8 @@ class TrainerRuntime(Runtime):
         metrics = step_metrics(
             node=context.node, step=step, now=ended, started=self._began, version=step, lr=rate, rows=rows,
             trained=[group.records for group in groups], outcome=outcome, pace=pace, dropped=self._drops.counts,
-            skipped_steps=self._skipped_steps, scores=context.scores, forwards=context.forwards,
+            dropped_outcomes=self._drops.outcomes, skipped_steps=self._skipped_steps, scores=context.scores,
+            forwards=context.forwards,
         )  # fmt: skip
         if metrics["no_signal"] is not None:
             context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
