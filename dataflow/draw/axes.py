@@ -3,27 +3,27 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from dataflow.draw.decimate import decimate, running_mean
+
 MOST_POINTS = 1_500
 Point = tuple[float, float]
 
 
 def smooth(series: Sequence[Point]) -> list[Point]:
-    """Its running mean, over about a twentieth of the points."""
-    half = max(len(series) // 40, 2)
-    sums = [0.0]
-    for _, value in series:
-        sums.append(sums[-1] + value)
-    means = []
-    for at, (step, _) in enumerate(series):
-        low, high = max(at - half, 0), min(at + half + 1, len(series))
-        means.append((step, (sums[high] - sums[low]) / (high - low)))
-    return means
+    """Its running mean."""
+    means = running_mean(np.array([value for _, value in series], np.float64))
+    return [(step, mean) for (step, _), mean in zip(series, means.tolist(), strict=True)]
 
 
 def thin(series: Sequence[Point]) -> list[Point]:
-    """Every n-th point, and the last."""
-    stride = len(series) // MOST_POINTS + 1
-    return [*series[:-1:stride], series[-1]]
+    """As few of the points as a picture can show: both ends, and what stands out."""
+    if len(series) <= MOST_POINTS:
+        return list(series)
+    points = np.array(series, np.float64)
+    xs, ys = decimate(points[:, 0], points[:, 1], MOST_POINTS)
+    return list(zip(xs.tolist(), ys.tolist(), strict=True))
 
 
 def ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:

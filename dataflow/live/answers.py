@@ -21,9 +21,10 @@ from dataflow.live.rollouts import RolloutFilter, Rollouts
 from dataflow.live.series import Metrics
 from dataflow.live.server import Response, sentence
 from dataflow.live.steering import Steering
-from dataflow.system.files import to_json
+from dataflow.runs.pictures import knob_text
+from dataflow.system.files import RunFolderError, to_json
 
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MOST_RUNS = 16
 MOST_POINTS, POINTS = 4_000, 600
 MOST_KEYS = 40
@@ -131,7 +132,13 @@ class PageAnswers:
         number = question.whole("run", 0)
         if not 0 <= number < len(self._runs):
             raise LookupError(f"this page shows {len(self._runs)} runs, and none with number {number}")
-        return self._runs[number]
+        run = self._runs[number]
+        if not run.folder.path.is_dir():
+            raise RunFolderError(
+                f"the folder of this run, '{run.folder.path.name}', is not there any more; it was moved or removed; "
+                f"put it back, or start dataflow live with its new place"
+            )
+        return run
 
 
 class PageQuery:
@@ -215,7 +222,8 @@ def _plain_graph(graph: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "nodes": [
             {
                 "name": node.get("name"), "operator": node.get("operator"), "kind": node.get("kind"),
-                "knobs": node.get("knobs") or {}, "placed": placed.get(node.get("name")) or {},
+                "knobs": {name: knob_text(value) for name, value in (node.get("knobs") or {}).items()},
+                "placed": placed.get(node.get("name")) or {},
                 "hosts": hosts.get(node.get("name")) or [],
             }
             for node in graph.get("nodes", [])

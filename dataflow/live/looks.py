@@ -13,6 +13,7 @@ from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
+from dataflow.live.ended import told_of_the_end
 
 Ask = Callable[[RunFolder, float], Mapping[str, Any]]
 """Asks the scheduler of a run, for so many seconds; as `dataflow.scheduler.requests.ask_for_state`."""
@@ -83,11 +84,9 @@ class Looks:
         rows = {node["name"]: (node["rows_in_s"], node["rows_out_s"]) for node in nodes}
         versions = {node["name"]: node["version"] for node in nodes}
         kept = [(str(e["from"]), str(e["to"])) for e in graph.get("edges", []) if e.get("plane") == "weights"]
-        ended = "is over" if outcome in ("finished", "stopped", "failed") else "did not come to its end"
         return {
             "state": outcome, "phase": "", "draining": False, "step": None, "steps": None, "still_s": None,
-            "sentence": f"The run {ended}: {outcome}; rates and shares below are those of all of it."
-            if passed else f"The run {ended}: {outcome}.",
+            "sentence": told_of_the_end(outcome, passed, nodes),
             "over_s": passed, "seconds": seconds if isinstance(seconds, int | float) else None,
             "nodes": nodes, "edges": _rates(graph, rows), "weights": [_versions(*ends, versions) for ends in kept],
         }  # fmt: skip

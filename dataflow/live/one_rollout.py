@@ -1,6 +1,6 @@
 """One rollout in full, a part at a time: its texts, its tokens with their numbers, its group."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,15 @@ def one(table: pa.Table, row: int) -> dict[str, Any]:
         "prompt_id": cut(found[records.PROMPT_ID]), "position": found[records.POSITION],
         "finish_reason": found[records.FINISH_REASON], "texts": texts, "columns": columns, "tokens": len(tokens),
         "colours": [*_ratio(found), *matching_columns(found, len(tokens))], "has_ratio": bool(_ratio(found)),
+        "turns": turns_of(found.get(records.MASK) or []),
         "group": [_member(table, at) for at in rows[:GROUP]], "group_count": len(rows),
     }  # fmt: skip
+
+
+def turns_of(mask: Sequence[bool]) -> int:
+    """How many stretches of tokens the policy chose: the turns that it had in an episode."""
+    chosen = np.asarray(mask, np.int8)
+    return int(np.count_nonzero(np.diff(chosen, prepend=0) == 1))
 
 
 def part(row: Mapping[str, Any], name: str, begin: int, most: int = MORE_TEXT) -> dict[str, Any] | None:

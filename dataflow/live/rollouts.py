@@ -16,7 +16,8 @@ from dataflow import records
 from dataflow.errors import RunError
 from dataflow.folder.rollout_files import read_arrow
 from dataflow.folder.run_folder import RunFolder
-from dataflow.staleness import NO_TOKEN, oldest_versions
+from dataflow.runs.which import counted_files
+from dataflow.staleness import staleness_at
 
 FILES = 24
 """That one question looks into, if they are not too large together."""
@@ -54,7 +55,7 @@ class RolloutFilter:
 class Rollouts:
     """Those of one run.
 
-    consumes: files of rollouts, each written once
+    consumes: files of rollouts whose steps the ledger has taken in
     produces: rows of a table
     waits for: the disk
     unblocked by: bounds on files, bytes and seconds
@@ -68,7 +69,7 @@ class Rollouts:
         """Of which there are files; empty: of the only trainer."""
         path = self._folder.rollouts
         below = sorted(each.name for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
-        return [node for node in ("", *below) if any(self._folder.rollouts_of(node).files(kind) for kind in KINDS)]
+        return [node for node in ("", *below) if next((path / node).glob("*-*.arrow"), None) is not None]
 
     def table(self, wanted: RolloutFilter) -> dict[str, Any]:
         """A page of rows, and of which steps they are."""
@@ -108,7 +109,7 @@ class Rollouts:
     def _files(self, wanted: RolloutFilter) -> list[tuple[int, Path]]:
         if wanted.kind not in KINDS or wanted.node not in ("", *self.nodes()):
             raise LookupError(f"this run has no rollouts of {wanted.kind} '{wanted.node}'")
-        return self._folder.rollouts_of(wanted.node).files(wanted.kind)
+        return counted_files(self._folder, wanted.kind, wanted.node)
 
     def _matching(self, path: Path, step: int, wanted: RolloutFilter) -> list[dict[str, Any]]:
         if not wanted.search:
@@ -136,7 +137,8 @@ def short_rows(table: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
     the step began with."""
     masks = table.column(records.MASK).combine_chunks()
     chosen = _sums(masks)
-    oldest = oldest_versions(table.column(records.VERSIONS).combine_chunks())
+    trained = kind == "step"
+    ages = staleness_at(step, table.column(records.VERSIONS)).to_pylist() if trained else [None] * table.num_rows
     names = [
         name for name in table.schema.names
         if name not in _FIXED and (pa.types.is_integer(kind_of := table.schema.field(name).type)
@@ -152,7 +154,7 @@ def short_rows(table: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
         {
             "kind": kind, "step": step, "row": at, **{name: number(value) for name, value in row.items()},
             **{name: found[at] for name, found in texts.items()}, "length": int(chosen[at]),
-            "staleness": int(step - 1 - oldest[at]) if kind == "step" and oldest[at] != NO_TOKEN else None,
+            "staleness": ages[at],
         }
         for at, row in enumerate(plain)
     ]  # fmt: skip

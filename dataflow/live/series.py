@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from dataflow.draw.curve import ACCURACY_NAME
+from dataflow.draw.decimate import LEAST_POINTS, decimate, running_mean
 from dataflow.folder.run_folder import RunFolder
-from dataflow.live.decimate import decimate
+from dataflow.runs.pictures import DOZEN, FIGURES
 
 MOST_SERIES = 600
 MOST_POINTS = 4_000_000
@@ -21,13 +23,8 @@ LOOK_S = 0.5
 DEPTH = 3
 """Of maps within a line whose numbers are series of their own."""
 _NOT_SERIES = ("step", "node", "seconds", "version")
-FIRST = (
-    "reward_mean", "eval_accuracy", "loss", "kl", "entropy", "completion_tokens_mean", "staleness_mean",
-    "truncated_share", "generated_tokens_per_s", "efficiency", "grad_norm", "signal_share", "staleness_max",
-    "trained_tokens_per_s", "ratio_max", "lr",
-)  # fmt: skip
-"""That matter first; of those that a run has, the first dozen are shown without a question."""
-DOZEN = 12
+SMOOTHED = 20
+"""From so many points on a running mean stands beside them."""
 
 
 @dataclass
@@ -104,7 +101,7 @@ class Metrics:
         step = line.get("step")
         if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
             return
-        node, judged = str(line.get("node", "")), "eval_accuracy" in line
+        node, judged = str(line.get("node", "")), ACCURACY_NAME in line
         last = self._last.get((node, judged))
         self._last[node, judged] = step
         if last is not None and step <= last:
@@ -124,7 +121,7 @@ class Metrics:
     def names(self) -> list[dict[str, Any]]:
         """Of each series its key, what it is called, its last value, and whether it is among those shown first."""
         count = collections.Counter(name for _, name in self._series)
-        ranks = {name: rank for rank, name in enumerate(FIRST)}
+        ranks = {figure.name: rank for rank, figure in enumerate(FIGURES)}
         with_points = [key for key, series in self._series.items() if series.steps]
         keys = sorted(with_points, key=lambda key: (ranks.get(key[1], len(ranks)), key[1], key[0]))
         first = [key for key in keys if key[1] in ranks][:DOZEN]
@@ -133,13 +130,15 @@ class Metrics:
                 "key": f"{node}/{name}", "label": f"{name} · {node}" if count[name] > 1 else name,
                 "last": self._series[node, name].values[-1],
                 "points": len(self._series[node, name].values), "missing": self._series[node, name].missing,
-                "first": (node, name) in first,
+                "first": (node, name) in first, "says": FIGURES[ranks[name]].title if name in ranks else "",
             }
             for node, name in keys
         ]  # fmt: skip
 
     def points(self, key: str, most: int, begin: float = -math.inf, end: float = math.inf) -> dict[str, Any]:
-        """At most so many points of a series, between two steps. Errors: LookupError where there is none."""
+        """At most so many points of a series between two steps, and of its running mean a third as many.
+
+        Errors: LookupError where there is none."""
         node, _, name = key.partition("/")
         found = self._series.get((node, name))
         if found is None:
@@ -147,8 +146,12 @@ class Metrics:
         xs, ys = np.array(found.steps), np.array(found.values)
         inside = slice(int(np.searchsorted(xs, begin, "left")), int(np.searchsorted(xs, end, "right")))
         whole = int(inside.stop - inside.start)
+        told: dict[str, Any] = {"of": whole, "missing": found.missing, "mean": None}
+        if whole >= SMOOTHED and name != ACCURACY_NAME:
+            means = running_mean(ys)[inside]
+            told["mean"] = [each.tolist() for each in decimate(xs[inside], means, max(LEAST_POINTS, most // 3))]
         xs, ys = decimate(xs[inside], ys[inside], most)
-        return {"steps": xs.tolist(), "values": ys.tolist(), "of": whole, "missing": found.missing}
+        return told | {"steps": xs.tolist(), "values": ys.tolist()}
 
     def _put(self, node: str, name: str, step: float, value: float) -> None:
         series = self._series.get((node, name))

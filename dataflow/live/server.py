@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import html
 import io
 import json
 import logging
@@ -147,7 +148,7 @@ class PageServer:
             return
         admitted = admit(asked, self._token, steers=self._steer is not None)
         if isinstance(admitted, NotAdmitted):
-            answer = sentence(admitted.status, admitted.why)
+            answer = sentence(admitted.status, admitted.why, as_page="text/html" in asked.headers.get("accept", ""))
         elif asked.method == "POST":
             answer = await self._steered(admitted, asked.headers, reader)
         else:
@@ -233,6 +234,9 @@ def heading(answer: Response, size: int) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
 
 
-def sentence(status: int, why: str) -> Response:
-    """A sentence in place of what was asked for."""
+def sentence(status: int, why: str, *, as_page: bool = False) -> Response:
+    """A sentence in place of what was asked for. as_page: for a person who opened the address, and not for a script."""
+    if as_page:
+        page = f'<!doctype html><html lang="en"><title>dataflow live</title><p>{html.escape(why)}.</p></html>'
+        return Response(body=page.encode(), status=status, kind="text/html")
     return Response(body=json.dumps({"error": why}).encode(), status=status)

@@ -35,20 +35,28 @@ FIGURES = (
     Figure("truncated_share", "share of tokens out of the loss's bounds", True),
     Figure("ess", "effective share of tokens (ess)", True),
     Figure("trained_tokens_per_s", "tokens trained per second", True),
+    Figure("generated_tokens_per_s", "tokens generated per second", True),
+    Figure("efficiency", "time at work of the busiest node", True),
     Figure("seconds_step", "seconds of a step", True),
+    Figure("signal_share", "groups whose rewards differ", True),
+    Figure("staleness_max", "staleness, versions, most", True),
 )  # fmt: skip
 """Those that matter first, in their order."""
+DOZEN = 12
+"""So many of those that a run has are shown without a question."""
 
 
 def charts_of(lines: Mapping[str, Sequence[Mapping[str, Any]]], marks: Sequence[tuple[float, str]] = ()) -> list[Chart]:
-    """A chart for each figure that some run has. lines: of metrics.jsonl, by run."""
+    """A chart for each of the dozen figures that matter first, of those that some run has.
+
+    lines: of metrics.jsonl, by run."""
     found = []
     for figure in FIGURES:
         drawn = [Line(name, series(its, figure.name), stream) for stream, (name, its) in enumerate(lines.items())]
         if any(line.points for line in drawn):
             dots = figure.name == "eval_accuracy"
             found.append(Chart(figure.title, drawn, figure.from_zero, dots=dots, marks=marks))
-    return found
+    return found[:DOZEN]
 
 
 def graph_svg(graph: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -85,7 +93,7 @@ def picture_of(graph: Mapping[str, Any], config: Mapping[str, Any]) -> Picture:
 
 def _box(name: str, node: Mapping[str, Any], trains: bool) -> OperatorBox:
     kind = _name(node.get("operator", ""))
-    knobs = [f"{_name(knob)}={shorten(_value(value))}" for knob, value in (node.get("knobs") or {}).items()]
+    knobs = [f"{_name(knob)}={shorten(knob_text(value))}" for knob, value in (node.get("knobs") or {}).items()]
     more = len(knobs) - KNOBS_SHOWN
     if more > 0:
         knobs = [*knobs[:KNOBS_SHOWN], f"…+{more}"]
@@ -99,7 +107,7 @@ def _box(name: str, node: Mapping[str, Any], trains: bool) -> OperatorBox:
     return OperatorBox(name=name, subtitle="" if same else kind, knobs=tuple(knobs), role=role, about=kind)
 
 
-def _value(value: object) -> str:
+def knob_text(value: object) -> str:
     """A knob as short as it can be: of a model its name."""
     found = _MODEL.match(str(value))
     return _name(f"{found[1]}{', frozen' if 'is_frozen=True' in str(value) else ''}" if found else value)

@@ -15,7 +15,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.records import DROP_REASON, VERSIONS, group_slices
 from dataflow.runs.which import TRAINED, Part, check_trainer, fates_of, leaders_of, trainers_of
-from dataflow.staleness import NO_TOKEN, oldest_versions
+from dataflow.staleness import staleness_at
 from dataflow.system.files import RunFolderError
 
 OUTCOME, NODE, SOURCE, STEP, STALENESS = "outcome", "node", "source", "step", "staleness"
@@ -85,8 +85,7 @@ def _facts(part: Part, batch: pa.RecordBatch) -> dict[str, Any]:
     """What is known of the rows of a file beside what stands in it."""
     ages: Any = None
     if part.outcome == TRAINED and VERSIONS in batch.schema.names:
-        oldest = oldest_versions(batch.column(VERSIONS))
-        ages = pa.array(part.step - 1 - oldest, pa.int64(), mask=oldest == NO_TOKEN)
+        ages = staleness_at(part.step, batch.column(VERSIONS))
     return {OUTCOME: part.outcome, NODE: part.node or None, SOURCE: part.source, STEP: part.step, STALENESS: ages}
 
 

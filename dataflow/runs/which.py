@@ -100,6 +100,20 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
     return CountedFiles(files=tuple(files), notes=tuple(notes))
 
 
+def counted_files(folder: RunFolder, kind: str, own: str = "") -> list[tuple[int, Path]]:
+    """Steps and paths of the files that count, ascending. kind: step | eval. own: the trainer, where several keep
+    their own."""
+    graph, config = described(folder)
+    if kind == "eval":
+        outcome, nodes = EVALUATED, evaluations_of(graph, config)
+        known = _ask(folder, [], nodes)
+    else:
+        outcome, nodes = TRAINED, [own] if own else trainers_of(graph, config)
+        known = _ask(folder, nodes, [])
+    node = nodes[0] if len(nodes) == 1 else ""
+    return [(part.step, part.path) for part in _files(folder, own or None, kind, outcome, node, known)]
+
+
 def _files(folder: RunFolder, own: str | None, kind: str, outcome: str, node: str, known: _Known) -> list[Part]:
     """Those of one trainer, or of evaluations, up to the last that the ledger has taken in."""
     last, sources = known.last.get(node), known.sources.get(node, [])

@@ -1,5 +1,6 @@
 """All laws, by the part of the design that has them."""
 
+from .chat import CHAT
 from .hosts import HOSTS
 from .language import LANGUAGE, STRUCTURE
 from .planes import DATA_PLANE, WEIGHT_PLANE
@@ -11,6 +12,7 @@ ROOMS = {
     "Rooms": STRUCTURE,
     "The language": LANGUAGE,
     "Records and the run folder": RECORDS,
+    "Conversations": CHAT,
     "The data plane": DATA_PLANE,
     "The weight plane": WEIGHT_PLANE,
     "Security": SECURITY,

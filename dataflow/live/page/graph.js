@@ -46,28 +46,73 @@ export function drawGraph(found) {
     for (const kind of KINDS) bars[kind] = shape('rect', {class: `bar-${kind}`, x: left, y: top, width: 0, height: 3.5}, element);
     const text = shape('text', {class: 'now', x: x + 4, y: y + height + 8.5}, element);
     parts.set(node.name, {element, bars, text, left, room, title: element.querySelector('title')});
-    element.setAttribute('tabindex', '0');
+    parts.get(node.name).middle = [x + width / 2, y + height / 2];
+    element.setAttribute('tabindex', parts.size === 1 ? '0' : '-1');
     element.setAttribute('role', 'button');
     element.setAttribute('aria-label', plain(node.name));
-    element.addEventListener('click', () => pick(node.name));
-    element.addEventListener('keydown', e => {
-      if (e.key === 'Enter' || e.key === ' ') { e.preventDefault(); pick(node.name); }
-    });
+    element.setAttribute('aria-pressed', 'false');
+    element.addEventListener('click', () => { reach(node.name); pick(node.name); });
+    element.addEventListener('keydown', e => steer(e, node.name));
   }
+  const names = document.getElementById('all-nodes');
+  names.replaceChildren();
+  for (const name of [...parts.keys()].slice(0, 2000)) add(names, 'option').value = plain(name);
   for (const element of drawing.querySelectorAll('[data-edge]')) {
     const edge = graph.edges[+element.dataset.edge];
     if (edge) lines.set(key(edge), [...(lines.get(key(edge)) || []), element]);
   }
-  fit();
+  zoom(Math.max(READABLE, whole()));
 }
+
+// Of all nodes one is reached by the tab key, the others from there by the arrow keys.
+function reach(name) {
+  for (const [other, part] of parts) part.element.setAttribute('tabindex', other === name ? '0' : '-1');
+  parts.get(name).element.focus();
+}
+
+function steer(event, name) {
+  if (event.key === 'Enter' || event.key === ' ') { event.preventDefault(); pick(name); return; }
+  const way = {ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1]}[event.key];
+  if (!way) return;
+  event.preventDefault();
+  const [x, y] = parts.get(name).middle;
+  let best = null, least = Infinity;
+  for (const [other, part] of parts) {
+    const [across, down] = [part.middle[0] - x, part.middle[1] - y];
+    const ahead = across * way[0] + down * way[1], aside = Math.abs(across * way[1]) + Math.abs(down * way[0]);
+    if (ahead > 1 && ahead + 2 * aside < least) { best = other; least = ahead + 2 * aside; }
+  }
+  if (best !== null) reach(best);
+}
+
+// A node by a part of its name: picked, and brought into view at a size that can be read.
+const finder = document.getElementById('find-node');
+finder.addEventListener('change', () => {
+  const text = finder.value.trim().toLowerCase(), all = [...parts.keys()];
+  if (!text) return;
+  const found = all.find(name => name.toLowerCase() === text) ?? all.find(name => name.toLowerCase().includes(text));
+  finder.setCustomValidity(found ? '' : `no node of this graph is called '${plain(finder.value)}'`);
+  if (!found) { finder.reportValidity(); return; }
+  finder.value = '';
+  zoom(Math.max(scale, 1));
+  if (picked !== found) pick(found);
+  reach(found);
+  parts.get(found).element.scrollIntoView({block: 'nearest', inline: 'center'});
+  const {middle} = parts.get(found);
+  stage.scrollTo({left: middle[0] * scale - stage.clientWidth / 2, top: middle[1] * scale - stage.clientHeight / 2});
+});
+finder.addEventListener('input', () => finder.setCustomValidity(''));
 
 const key = edge => `${edge.from}\u0000${edge.to}\u0000${edge.source || ''}`;
 const width = () => drawing ? drawing.viewBox.baseVal.width : 0;
 function zoom(to) {
-  scale = Math.min(4, Math.max(0.05, to));
+  scale = Math.min(4, Math.max(0.02, to));
   if (drawing) { drawing.setAttribute('width', width() * scale); drawing.removeAttribute('height'); }
 }
-const fit = () => zoom(Math.min(1.25, Math.max(0.35, (stage.clientWidth - 4) / Math.max(1, width()))));
+const READABLE = 0.62;
+const whole = () => Math.min(1.25, (stage.clientWidth - 4) / Math.max(1, width()));
+const fit = () => zoom(whole());
+stage.addEventListener('wheel', e => { if (e.ctrlKey) { e.preventDefault(); zoom(scale * (e.deltaY < 0 ? 1.15 : 1 / 1.15)); } }, {passive: false});
 document.getElementById('in').onclick = () => zoom(scale * 1.25);
 document.getElementById('out').onclick = () => zoom(scale / 1.25);
 document.getElementById('fit').onclick = fit;
@@ -81,7 +126,10 @@ function pick(name) {
   picked = picked === name ? null : name;
   const declared = graph.nodes.find(node => node.name === picked);
   told(picked && {name: picked, swaps: declared.kind === 'operator' && !takesWeights(picked), replicas: now?.nodes.find(each => each.name === picked)?.replicas});
-  for (const [other, part] of parts) part.element.classList.toggle('picked', other === picked);
+  for (const [other, part] of parts) {
+    part.element.classList.toggle('picked', other === picked);
+    part.element.setAttribute('aria-pressed', String(other === picked));
+  }
   showPicked();
 }
 
@@ -94,11 +142,11 @@ function showPicked() {
   add(card, 'h3', `${picked} · ${declared.operator ?? ''}`);
   const list = add(card, 'dl');
   const tell = (name, value) => { add(list, 'dt', name); add(list, 'dd', value); };
-  const placed = Object.entries(declared.placed).map(([name, value]) => `${name} ${value}`).join(', ');
+  const placed = ['replicas', 'ranks', 'threads', 'gpus'].filter(name => declared.placed[name]).map(name => `${declared.placed[name]} ${declared.placed[name] === 1 ? name.slice(0, -1) : name}`).join(', ');
   tell('placed', [placed, declared.hosts.join(', ')].filter(Boolean).join(' on ') || 'not recorded');
   if (node) {
     if (node.ill.length) tell('trouble', node.ill.join('; '));
-    tell('holds', node.pending === null ? NOT : `${short(node.pending)} rows that it owes an answer for`);
+    if (node.state !== 'over') tell('holds', node.pending === null ? NOT : `${short(node.pending)} rows that it owes an answer for`);
     if (node.held_back) tell('weights', `${short(node.held_back)} prompts or groups may start only with newer weights`);
     tell('rows', `${short(node.rows_in)} in, ${short(node.rows_out)} out`);
     if (node.version !== null && node.version !== undefined) tell('version', short(node.version));

@@ -1,7 +1,7 @@
 // The page: which runs it shows, when it asks, and what is in which place.
 import {add, ask, fill, plain, say, seconds, short} from './text.js';
 import {drawGraph, onPicked, showNow} from './graph.js';
-import {load, offer, onChosen, restart} from './charts.js';
+import {load, offer, onChosen, redraw, restart} from './charts.js';
 import {open, sawStep, shut, useRun} from './rollouts.js';
 import {allowSteering, steerLive, steerNode, steerRun} from './steer.js';
 
@@ -52,12 +52,24 @@ async function series(now) {
   marks = await ask('marks', {run});
   await load(0, run, marks);
   if (beside !== null) await load(1, beside, null);
+  redraw();
   const at = line => line.at === null ? '–' : new Date(line.at * 1000).toLocaleString();
+  $('no-fault').hidden = marks.faults.length > 0;
+  $('fault-table').hidden = !marks.faults.length;
   fill($('fault-rows'), [{text: 'when'}, {text: 'step', number: true}, {text: 'worker'}, {text: 'what'}],
-    marks.faults.length ? [...marks.faults].reverse().map(line => [at(line), short(line.step), line.worker, line.text]) : [['–', '–', '–', 'no fault is on record']]);
+    [...marks.faults].reverse().map(line => [at(line), short(line.step), line.worker, line.text]));
   $('requests').hidden = !marks.requests.length;
   fill($('request-rows'), [{text: 'when'}, {text: 'step', number: true}, {text: 'by'}, {text: 'request'}, {text: 'what came of it'}],
     [...marks.requests].reverse().map(line => [at(line), short(line.step), line.by, line.request, line.refused ? `refused: ${line.answer}` : line.answer]));
+}
+
+// Why nothing comes; what is seen stays as it was.
+function trouble(error) {
+  const gone = error instanceof TypeError || error.name === 'TimeoutError';
+  const why = gone ? 'The server of this page does not answer: dataflow live was ended, or the way to its machine is cut' : error.message;
+  const old = heard ? ` What you see is ${seconds((Date.now() - heard) / 1000)} old; the page goes on asking.` : '';
+  say($('trouble'), `${why}.${old}`);
+  $('trouble').hidden = false;
 }
 
 async function tick() {
@@ -77,9 +89,9 @@ async function tick() {
   } catch (error) {
     failed += 1;
     wait = Math.min(30000, EVERY_MS * 2 ** failed);
-    say($('age'), heard ? `no answer for ${seconds((Date.now() - heard) / 1000)}: ${error.message}` : error.message);
+    trouble(error);
   }
-  if (!failed) say($('age'), document.hidden ? 'paused' : '');
+  if (!failed) $('trouble').hidden = true;
   if (!document.hidden) timer = setTimeout(tick, wait);
 }
 
@@ -95,7 +107,9 @@ async function follow() {
 async function start() {
   try {
     const found = await ask('runs');
+    $('trouble').hidden = true;
     runs = found.runs;
+    $('run').replaceChildren(); $('beside').replaceChildren();
     allowSteering(found.steers);
     for (const each of runs) {
       add($('run'), 'option', each.name).value = each.run;
@@ -109,7 +123,7 @@ async function start() {
     await choose(place().run);
     if (place().rollout) open(place());
     tick();
-  } catch (error) { say($('sentence'), error.message); }
+  } catch (error) { trouble(error); setTimeout(start, 5000); }
 }
 
 $('run').onchange = async () => { history.replaceState(null, '', `#run=${$('run').value}`); await choose(+$('run').value); again(); };

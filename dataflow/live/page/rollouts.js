@@ -27,7 +27,9 @@ async function show() {
   asked = {run, kind: $('kind').value, node: $('owner').value, search: $('search').value, upto: $('upto').value.trim(), page, ...order};
   say($('looked'), 'looking ...');
   let found;
-  try { found = await ask('rollouts', asked); } catch (error) { say($('looked'), error.message); return; }
+  const mine = asked;
+  try { found = await ask('rollouts', asked); } catch (error) { if (mine === asked) say($('looked'), `${error.message}; press show to ask again`); return; }
+  if (mine !== asked) return;
   older = found.older;
   newest = found.newest;
   const owners = found.nodes;
@@ -42,7 +44,7 @@ async function show() {
   const what = asked.search ? `match '${asked.search}'` : 'are there';
   const sorted = `sorted by ${order.sort}, ${order.order === 'down' ? 'greatest first' : 'least first'}`;
   say($('looked'), found.files ? `${short(found.count)} rollouts of ${between} ${what}, ${sorted}.${found.problems.length ? ' ' + found.problems.join('; ') : ''}`
-    : 'No rollouts of this kind are in the folder.');
+    : asked.kind === 'eval' ? 'No evaluation has written rollouts yet.' : 'No step has been trained yet, or its rollouts were not kept (--keep-steps).');
   const pages = Math.max(1, Math.ceil(found.count / found.rows_a_page));
   say($('page'), `page ${page + 1} of ${pages}`);
   $('before').disabled = page < 1;
@@ -114,21 +116,25 @@ function draw(found, where) {
   say($('rollout-title'), `Rollout ${found.rollout_id}, group ${found.group_id}, step ${where.step}`);
   body.replaceChildren();
   const card = add(body, 'div', undefined, 'card'), told = add(card, 'dl');
-  const tell = (name, value) => { add(told, 'dt', name); put(add(told, 'dd', undefined, 'said'), value); };
+  const tell = (name, value) => { const pair = add(told, 'div'); add(pair, 'dt', name); put(add(pair, 'dd', undefined, 'said'), value); };
   tell('prompt id', found.prompt_id); tell('position', `${found.position} of ${found.group_count} in its group`);
   tell('ended', found.finish_reason); tell('tokens', `${short(found.tokens)}, prompt included`);
+  if (found.turns > 1) tell('turns', `${short(found.turns)} of the policy; see its tokens`);
   for (const [name, value] of Object.entries(found.columns)) tell(name, value);
   for (const name of ['error', 'prompt', 'completion']) if (found.texts[name]) text(name, found.texts[name], where);
   tokens(found, where);
   add(body, 'h3', `Its group: ${found.group_count} rollouts of the same prompt` + (found.group.length < found.group_count ? `, the first ${found.group.length}` : ''));
+  const shared = Object.entries(found.group[0]?.columns ?? {}).filter(([name, value]) => found.group.every(each => each.columns[name] === value) && found.group.length > 1);
+  if (shared.length) put(add(body, 'p', undefined, 'said muted small'), `the same for all: ${shared.map(([name, value]) => `${name} ${value}`).join(', ')}`);
   const group = add(body, 'div', undefined, 'group');
   for (const member of found.group) {
     const one = add(group, 'div', undefined, member.row === +where.row ? 'member this' : 'member');
     const link = add(one, 'a', `rollout ${member.rollout_id}`);
     link.href = `#run=${where.run}&rollout=${where.kind}/${encodeURIComponent(where.node)}/${where.step}/${member.row}`;
     if (member.row === +where.row) add(one, 'span', ' this one', 'muted');
-    const values = Object.entries(member.columns).map(([name, value]) => `${name} ${value}`);
-    put(add(one, 'div', undefined, 'said muted'), [...values, `${member.length} tokens`, member.finish_reason].join(' · '));
+    const list = add(one, 'dl');
+    const values = Object.entries(member.columns).filter(([name]) => !shared.some(([other]) => other === name));
+    for (const [name, value] of [...values, ['length', `${short(member.length)} tokens, ${member.finish_reason}`]]) { add(list, 'dt', name); add(list, 'dd', value); }
     if (member.error) put(add(one, 'div', undefined, 'bad said'), member.error);
     put(add(one, 'div', undefined, 'text'), member.completion);
   }
@@ -174,12 +180,13 @@ function tokens(found, where) {
   const said = add(body, 'p', 'Point at a token, or focus the box and use the arrow keys.', 'muted small');
   said.setAttribute('aria-live', 'polite');
   const more = add(body, 'button', 'show more tokens');
-  let end = 0, at = -1, told = [];
+  let end = 0, at = -1, told = [], spans = [], turn = null, before = null, count = 0;
   const mark = to => {
     if (to < 0 || to >= told.length) return;
-    box.children[at]?.classList.remove('now');
+    spans[at]?.classList.remove('now');
     at = to;
-    box.children[at].classList.add('now');
+    spans[at].classList.add('now');
+    spans[at].scrollIntoView({block: 'nearest'});
     const one = told[at];
     say(said, `token ${at} of ${found.tokens}: id ${one.id}${one.text ? `, '${one.text}'` : ''}, ` +
       (one.chosen ? `${choice.selectedOptions[0].textContent} ${short(one.number)}` : 'given, not chosen by the policy'));
@@ -197,8 +204,15 @@ function tokens(found, where) {
       part.ids.forEach((id, place) => {
         const chosen = part.chosen[place], number = part.numbers[place];
         const text = part.texts[place] === null || part.texts[place] === '' ? `${id} ` : part.texts[place].replace(/[Ġ▁]/g, ' ').replace(/Ċ/g, '↵');
-        const one = put(add(box, 'span', undefined, chosen ? classOf(number, choice.value, part.least, part.most) : 'given'), text);
+        if (found.turns > 1 && chosen !== before) {
+          turn = add(box, 'div', undefined, chosen ? 'turn policy' : 'turn');
+          add(turn, 'b', chosen ? `policy, turn ${++count}` : told.length ? 'world' : 'prompt');
+          turn = add(turn, 'div');
+          before = chosen;
+        }
+        const one = put(add(turn ?? box, 'span', undefined, chosen ? classOf(number, choice.value, part.least, part.most) : 'given'), text);
         one.dataset.at = told.length;
+        spans.push(one);
         told.push({id, text: part.texts[place], chosen, number});
       });
       end = part.begin + part.ids.length;
@@ -208,7 +222,7 @@ function tokens(found, where) {
     more.disabled = false;
   };
   more.onclick = load;
-  choice.onchange = () => { box.replaceChildren(); told = []; end = 0; at = -1; load(); };
+  choice.onchange = () => { box.replaceChildren(); told = []; spans = []; end = count = 0; at = -1; turn = before = null; load(); };
   if (found.colours.length) load(); else { more.hidden = true; say(said, 'no number is stored for each token'); }
 }
 

@@ -117,7 +117,7 @@ export function fill(table, heads, rows) {
     row.forEach((value, column) => {
       const cell = line.cells[column] || line.insertCell();
       const head = heads[column];
-      if (head.number) cell.className = 'n';
+      cell.className = [head.number ? 'n' : '', value === NOT ? 'not' : ''].join(' ').trim();
       if (head.draw) head.draw(cell, value);
       else say(cell, value);
     });

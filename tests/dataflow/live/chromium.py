@@ -14,7 +14,8 @@ from typing import Any
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
-KEYS = {"Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38,
+        "ArrowRight": 39, "ArrowDown": 40}  # fmt: skip
 """Numbers that a browser's own uses of keys go by."""
 
 
@@ -71,16 +72,21 @@ class Browser:
         message: dict[str, Any] = json.loads(whole)
         return message
 
-    def look_like(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Have a screen of this size, light or dark."""
+    def look_like(self, width: int, height: int, *, dark: bool = False, still: bool = False) -> None:
+        """Have a screen of this size, light or dark. still: its reader wants nothing to move."""
         self.do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                 mobile=width < 600)  # fmt: skip
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.do("Emulation.setEmulatedMedia", features=[scheme])
+        motion = {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"}
+        self.do("Emulation.setEmulatedMedia", features=[scheme, motion])
 
     def open(self, url: str) -> None:
-        """Go to a page."""
+        """Go to a page anew, and wait until it is there."""
+        self.do("Page.navigate", url="about:blank")
+        self.wait("location.href == 'about:blank'")
+        self.events.clear()
         self.do("Page.navigate", url=url)
+        self.wait("location.href != 'about:blank' && document.readyState == 'complete'")
 
     def ask(self, code: str) -> Any:
         """What an expression of JavaScript gives, once it does."""
@@ -96,10 +102,16 @@ class Browser:
             time.sleep(0.1)
         return found
 
-    def press(self, key: str) -> None:
+    def press(self, key: str, *, shift: bool = False) -> None:
         """A key, down and up."""
-        for kind in ("keyDown", "keyUp"):
-            self.do("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key])
+        text = {"Enter": {"text": "\r"}, " ": {"text": " "}}.get(key, {})
+        values = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": KEYS[key]}
+        self.do("Input.dispatchKeyEvent", type="keyDown", modifiers=8 * shift, **values, **text)
+        self.do("Input.dispatchKeyEvent", type="keyUp", modifiers=8 * shift, **values)
+
+    def write(self, text: str) -> None:
+        """Text, into what has the focus."""
+        self.do("Input.insertText", text=text)
 
     def photograph(self, path: Path, *, whole: bool = False) -> None:
         """What is seen, or all of the page."""
@@ -114,6 +126,8 @@ class Browser:
             values = event.get("params", {})
             if event.get("method") == "Runtime.exceptionThrown":
                 said.append(str(values["exceptionDetails"]))
+            elif event.get("method") == "Page.javascriptDialogOpening":
+                said.append(f"a dialog: {values}")
             elif event.get("method") == "Log.entryAdded" and values["entry"]["level"] == "error":
                 said.append(f"{values['entry'].get('text')} {values['entry'].get('url', '')}")
         return said

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live.rollouts import ROWS
 from dataflow.live.server import ClientLimits, PageServer, Response
@@ -199,10 +200,26 @@ def test_a_damaged_file_of_rollouts_is_told_and_the_others_are_shown(folder: Run
 
 def test_a_page_of_rows_is_bounded_however_many_steps_there_are(folder: RunFolder, serve: Serve) -> None:
     first = folder.rollouts_of().step_file(1).read_bytes()
-    for step in range(7, 60):
-        folder.rollouts_of().step_file(step).write_bytes(first)
+    with Ledger.open(folder.ledger) as ledger:
+        for step in range(7, 60):
+            folder.rollouts_of().step_file(step).write_bytes(first)
+            ledger.issue("prompts", [(2 * step - 2, "p"), (2 * step - 1, "p")])
+            ledger.commit_step(
+                "trainer", step, version=step, source="prompts", trained=[2 * step - 2, 2 * step - 1]
+            )  # fmt: skip
     found = serve([folder]).json("rollouts?page=1")
     assert len(found["rows"]) == ROWS and found["steps"] == [36, 59] and found["older"] == 35 and found["newest"] == 59
+
+
+def test_a_step_that_was_taken_back_is_not_shown(folder: RunFolder, serve: Serve) -> None:
+    with Ledger.open(folder.ledger) as ledger:
+        ledger.roll_back_to(4, "trainer")
+    page = serve([folder])
+    found = page.json("rollouts")
+    assert found["newest"] == 4 and found["steps"] == [1, 4] and found["count"] == 24
+    status, body, _ = page.get("api/rollout?kind=step&step=5&row=0")
+    assert status == 404 and b"not yet" in body
+    assert page.get("api/rollout?kind=step&step=4&row=0")[0] == 200
 
 
 def test_the_page_makes_no_markup_of_what_it_is_told_and_asks_nobody_else() -> None:

@@ -1,32 +1,13 @@
-"""What decides on the page without a file or a socket: decimation, who is let in, which shapes are drawn."""
+"""What decides on the page without a file or a socket: who is let in, which shapes are drawn."""
 
 import math
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dataflow.live.decimate import decimate
 from dataflow.live.guard import NotAdmitted, PageRequest, admit
 from dataflow.live.looks import rows_of, shares, whole
 from dataflow.live.picture import name_edges, shapes
 from dataflow.live.server import parse
-
-
-@given(
-    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=400),
-    st.integers(min_value=4, max_value=90),
-)
-def test_of_a_long_series_the_ends_and_what_stands_out_stay_and_there_are_no_more_points_than_asked(
-    values: list[float], most: int
-) -> None:
-    xs, ys = np.arange(len(values), dtype=np.float64), np.array(values)
-    found_xs, found_ys = decimate(xs, ys, most)
-    assert len(found_xs) == len(found_ys) <= max(most, min(most, len(values)))
-    assert (found_xs[0], found_xs[-1]) == (xs[0], xs[-1]) and (found_ys[0], found_ys[-1]) == (ys[0], ys[-1])
-    assert found_ys.min() == ys.min() and found_ys.max() == ys.max()
-    assert (np.diff(found_xs) > 0).all() and (ys[found_xs.astype(int)] == found_ys).all()
 
 
 def asked(target: str = "/key/api/now?run=0", method: str = "GET", **headers: str) -> PageRequest:

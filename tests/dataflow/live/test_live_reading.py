@@ -71,7 +71,13 @@ def test_shares_at_work_are_series_over_the_steps_of_the_activity(folder: RunFol
         folder.note_activity(seconds, {"g": said, "trainer": {"busy": busy / 8, "step": step}})
     metrics = Metrics(folder)
     metrics.look()
-    assert metrics.points("g/busy_share", 10) == {"steps": [2, 5], "values": [0.2, 0.4], "of": 2, "missing": 0}
+    assert metrics.points("g/busy_share", 10) == {
+        "steps": [2, 5],
+        "values": [0.2, 0.4],
+        "of": 2,
+        "missing": 0,
+        "mean": None,
+    }
     assert metrics.points("/efficiency", 10)["values"] == [0.2, 0.4]
 
 

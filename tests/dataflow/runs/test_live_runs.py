@@ -39,6 +39,11 @@ def test_a_live_run_is_looked_at_without_a_trace_and_a_killed_one_has_died(tmp_p
         while not list(runs.glob("*/metrics.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.05)
         seen, rows = Run(runs / "latest"), []
+        while seen.steps().num_rows < 2:
+            assert time.monotonic() < deadline, "no second step was made"
+            time.sleep(0.05)
+        shown = seen._repr_html_()
+        assert "<dt>state</dt><dd>running</dd>" in shown and "generator" in shown and "<svg" in shown
         for number in range(4):
             (listed,) = runs_in(runs).runs
             assert (listed.state.word, seen.state) == ("running", "running")

@@ -55,11 +55,16 @@ def test_a_run_says_how_it_stands_and_has_steps_and_faults(made: Path, tmp_path:
         Run(tmp_path / "nowhere")
 
 
-def test_a_notebook_shows_the_curves_and_the_graph_of_a_run(made: Path) -> None:
-    shown = Run(made)._repr_html_()
-    assert "no step was finished" not in shown
-    assert shown.count("<svg") >= 1
-    assert all(name in shown for name in ("generator", "reward", "trainer", made.name))
+def test_a_notebook_shows_the_curves_and_the_graph_of_a_run(made: Path, tmp_path: Path) -> None:
+    copy = RunFolder.open(shutil.copytree(made, tmp_path / "copy"))
+    assert "No step was finished" in Run(copy.path)._repr_html_()
+    for step in range(1, STEPS + 1):
+        copy.append_metrics({"step": step, "node": "trainer", "loss": 1 / step, "reward_mean": step / 9})
+    shown = Run(copy.path)._repr_html_()
+    assert shown.count("<svg") == 3, "two curves and the graph"
+    assert "<title>loss</title>" in shown and "<title>reward, mean of a step</title>" in shown
+    assert all(name in shown for name in ("generator", "reward", "trainer", copy.path.name))
+    assert "<script" not in shown and "http:" not in shown.replace("http://www.w3.org/", "")
 
 
 def test_a_step_that_the_ledger_has_not_taken_in_does_not_count(made: Path, tmp_path: Path) -> None:

@@ -27,3 +27,13 @@ def decimate(xs: AnyArray, ys: AnyArray, most: int) -> tuple[AnyArray, AnyArray]
             kept.add(int(begin + np.argmax(ys[begin:end])))
     chosen = np.array(sorted(kept))
     return xs[chosen], ys[chosen]
+
+
+def running_mean(ys: AnyArray) -> AnyArray:
+    """Of a series, over about a twentieth of its points."""
+    half = max(len(ys) // 40, 2)
+    sums = np.concatenate([[0.0], np.cumsum(ys, dtype=np.float64)])
+    at = np.arange(len(ys))
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(ys))
+    means: AnyArray = (sums[high] - sums[low]) / (high - low)
+    return means

@@ -1,0 +1,253 @@
+"""A conversation as the token ids that the policy sees: its own as they were sampled, the world's put behind them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from dataflow.records import AnyArray
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.chat.chat_format import ChatError, ChatFormat, Message
+from operators.chat.stitching import Said, stitched
+from operators.chat.tool_calls import CallFormat, ReadTurn, format_of
+
+Past: TypeAlias = Literal["sampled", "rendered", "refused"]
+"""What becomes of turns that the template writes otherwise once they are past (without their thinking, trimmed):
+they stay as they were sampled; a new row begins with what the template makes of them; or ChatError is raised."""
+NO_TURN = -1
+"""Of a token that the world or the template put there."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChatRow:
+    """One training row of a conversation: a context, and what the policy said in it."""
+
+    tokens: RolloutTokens
+    turns: AnyArray
+    """Which turn of the policy's sampled the token, counted from 0 over the whole conversation; else NO_TURN: int32."""
+
+
+class Conversation:
+    """Messages in, ids of the next prompt out, sampled ids in; one row, or several where the past was rewritten.
+
+    `hear` what the world says, ask for the `prompt`, `say` what was sampled behind it, and so on; `rows` has it all. A
+    sampled token is in the mask of one row only.
+    """
+
+    def __init__(
+        self,
+        form: ChatFormat,
+        messages: Iterable[Message] = (),
+        *,
+        tools: Sequence[Message] = (),
+        past: Past = "sampled",
+        calls: CallFormat | None = None,
+    ) -> None:
+        """Begin with messages, if any.
+
+        Args:
+            tools: definitions, as OpenAI has them; the template puts them where it does.
+            past: what becomes of turns that the template writes otherwise later.
+            calls: how calls of tools are read in what the policy wrote; None: as the template writes them, where
+                there are tools.
+        """
+        if tools and not form.takes_tools:
+            raise ChatError(
+                f"the chat template of '{form.name}' has no place for tools; found {len(tools)}; "
+                f"tell of them in a message, or give it another template"
+            )
+        self.form, self.tools, self.past = form, tuple(tools), past
+        self.messages: list[Message] = list(messages)
+        self.calls = calls or (format_of(form) if tools else None)
+        self._called = 0
+        """Calls that were read so far."""
+        self._done: list[ChatRow] = []
+        self._parts: list[RolloutTokens] = []
+        self._part_turns: list[int] = []
+        self._text = ""
+        self._pieces: list[str] = []
+        """What the world had said before each turn of this row and after the last, without the opening of a turn."""
+        self._said: list[Said] = []
+        """Turns of this row or earlier ones whose messages still stand."""
+        self._turn = 0
+        self._unanswered: Callable[[], None] | None = None
+        """Takes the prompt back, where nothing was sampled behind it."""
+
+    @property
+    def rows(self) -> list[ChatRow]:
+        """Those in which the policy said something, in order."""
+        return [*self._done, *self._row()]
+
+    @property
+    def turns(self) -> int:
+        """How often the policy has spoken."""
+        return self._turn
+
+    def hear(self, *messages: Message) -> None:
+        """The world speaks: users, tools, system."""
+        for message in messages:
+            if message.get("role") == "assistant":
+                raise ChatError(
+                    "the world cannot speak for the policy; found a message of the assistant's; "
+                    "give it to say(), or to rewrite() as a part of the past"
+                )
+        if messages:
+            self._take_back()
+            self.messages.extend(messages)
+
+    def rewrite(self, messages: Iterable[Message], tools: Sequence[Message] | None = None) -> None:
+        """Another past: cut, summarised, edited. Turns that still stand in it keep their ids, as context.
+
+        Where it only goes on from the past as it was, this is `hear`, and no row begins.
+        """
+        messages = list(messages)
+        begin = self.messages
+        if tools is not None and tuple(tools) != self.tools:
+            self.tools = tuple(tools)
+        elif messages[: len(begin)] == begin and all(m.get("role") != "assistant" for m in messages[len(begin) :]):
+            return self.hear(*messages[len(begin) :])
+        self._take_back()
+        self.messages = messages
+        left = [message for message in messages if message.get("role") == "assistant"]
+        kept = []
+        for said in self._said:
+            if said.message in left:
+                left = left[left.index(said.message) + 1 :]
+                kept.append(said)
+        self._said = kept
+        self._pieces = []
+        return None
+
+    def prompt(self) -> AnyArray:
+        """Ids of all that the policy sees before its next turn, int32 [tokens]. Raises ChatError."""
+        if self._unanswered is None:
+            if not self.messages:
+                raise ChatError("an empty conversation has no prompt; found no message; hear() one first")
+            before = list(self._done), list(self._parts), list(self._part_turns), self._text, self._pieces
+            self._open()
+
+            def take_back() -> None:
+                self._done, self._parts, self._part_turns, self._text, self._pieces = before
+
+            self._unanswered = take_back
+        return np.concatenate([np.zeros(0, np.int32), *(part.ids for part in self._parts)])
+
+    def say(self, drawn: RolloutTokens, *, text: str | None = None, message: Message | None = None) -> ReadTurn:
+        """What the policy sampled behind the last prompt; gives it as a message, calls of tools read.
+
+        Args:
+            text: without what ended it (end token, stop string); None: without an end token.
+            message: the turn as a message; None: as it is read in the text.
+        """
+        self.prompt()
+        ids = drawn.ids.tolist()
+        whole = self.form.decode(ids)
+        tail = self.form.decode(ids[-1:]) if ids and ids[-1] in self.form.ends else ""
+        if text is None:
+            text = whole.removesuffix(tail)
+        elif whole.startswith(text):
+            tail = whole[len(text) :]
+        made = self._read(text) if message is None else ReadTurn(message)
+        self._called += len(made.message.get("tool_calls") or ())
+        self._put(drawn, self._turn)
+        self._said.append(Said(made.message, tuple(ids), whole, tail))
+        self.messages.append(made.message)
+        self._text += whole
+        self._turn += 1
+        self._unanswered = None
+        return made
+
+    def _read(self, text: str) -> ReadTurn:
+        if self.calls is None:
+            return ReadTurn({"role": "assistant", "content": text})
+        return self.calls.read(text, self.tools, first=self._called)
+
+    def fork(self) -> Conversation:
+        """The same conversation, to go on from here another way; what was said so far is trained in this one alone."""
+        self._take_back()
+        other = copy.copy(self)
+        other.messages, other._said, other._pieces = list(self.messages), list(self._said), list(self._pieces)
+        other._done = []
+        other._parts = [RolloutTokens.given(part.ids) for part in self._parts]
+        other._part_turns = [NO_TURN] * len(self._parts)
+        return other
+
+    def _take_back(self) -> None:
+        if self._unanswered is not None:
+            self._unanswered()
+            self._unanswered = None
+
+    def _open(self) -> None:
+        """Lay out what was said since the last turn, or begin a new row."""
+        pieces = self.form.pieces(self.messages, self.tools)
+        if not self._parts or not self._stands(pieces):
+            self._begin(self.form.render(self.messages, self.tools), pieces)
+        else:
+            behind = self._behind(pieces[-1])
+            if self.past != "sampled":
+                rendered = self.form.render(self.messages, self.tools)
+                if rendered != self._text + behind:
+                    if self.past == "refused":
+                        raise self._changed(rendered, self._text + behind)
+                    return self._begin(rendered, pieces)
+            self._add(behind)
+            self._pieces = self._closed(self._pieces, pieces)
+        return None
+
+    def _stands(self, pieces: Sequence[str]) -> bool:
+        """Whether the world's part of this row is still laid out as it was."""
+        known = self._pieces
+        return 0 < len(known) <= len(pieces) and all(map(str.startswith, pieces, known))
+
+    def _behind(self, piece: str) -> str:
+        """What is still to come behind the last turn: `piece` without what the policy itself wrote of it."""
+        tail = self._said[-1].tail if self._said else ""
+        return piece[len(tail) :] if tail and piece.startswith(tail) else piece
+
+    def _add(self, text: str) -> None:
+        last = self._said[-1].ids[-1:] if self._said else ()
+        ids = self.form.encode(text, behind_end=last == (self.form.end,))
+        self._put(RolloutTokens.given(np.asarray(ids)), NO_TURN)
+        self._text += text
+
+    def _begin(self, text: str, pieces: Sequence[str]) -> None:
+        """A new row, unless its ids go on from those of the last."""
+        ids = stitched(self.form, text, self._said)
+        before = [int(token) for part in self._parts for token in part.ids]
+        if before and ids[: len(before)] == before:
+            self._put(RolloutTokens.given(np.asarray(ids[len(before) :])), NO_TURN)
+        else:
+            self._done += self._row()
+            self._parts, self._part_turns = [RolloutTokens.given(np.asarray(ids))], [NO_TURN]
+        self._text = text
+        self._pieces = self._closed((), pieces)
+
+    def _closed(self, known: Sequence[str], pieces: Sequence[str]) -> list[str]:
+        """Pieces without what opens the next turn, which may be another one when that turn is past."""
+        return [*known, *(piece.removesuffix(self.form.opening) for piece in pieces[len(known) :])]
+
+    def _put(self, tokens: RolloutTokens, turn: int) -> None:
+        if len(tokens):
+            self._parts.append(tokens)
+            self._part_turns.append(turn)
+
+    def _row(self) -> list[ChatRow]:
+        """The row under way, if the policy said something in it."""
+        if all(turn == NO_TURN for turn in self._part_turns):
+            return []
+        parts = self._parts[: 1 + max(at for at, turn in enumerate(self._part_turns) if turn != NO_TURN)]
+        turns = [np.full(len(part), turn, np.int32) for part, turn in zip(parts, self._part_turns, strict=False)]
+        return [ChatRow(RolloutTokens.joined(parts), np.concatenate(turns))]
+
+    def _changed(self, rendered: str, known: str) -> ChatError:
+        at = next((i for i, (a, b) in enumerate(zip(rendered, known, strict=False)) if a != b), 0)
+        begin = max(0, at - 20)
+        return ChatError(
+            f"the chat template of '{self.form.name}' changes what was sampled once it is past; found "
+            f"{rendered[begin : at + 40]!r} where {known[begin : at + 40]!r} was; "
+            f"give past='sampled' or past='rendered'"
+        )

@@ -1,0 +1,275 @@
+"""Reads calls of tools in what a policy wrote, in the model's own format; what is broken is no call but text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from operators.chat.chat_format import ChatFormat, Message
+
+
+class BrokenCall(ValueError):
+    """What looks like a call and is none."""
+
+
+@dataclass(frozen=True)
+class WrittenCall:
+    """A call as it stands in a text."""
+
+    begin: int
+    end: int
+    name: str
+    arguments: str
+    """JSON of an object."""
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class ReadTurn:
+    """What a policy wrote, read."""
+
+    message: Message
+    """{"role": "assistant", "content"}, with "tool_calls" where there are any; `content` is all that is no call."""
+    broken: tuple[str, ...] = ()
+    """Why what looks like a call is none; it stands in `content` as it was written."""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """A way in which models write calls of tools."""
+
+    name: str
+    marks: tuple[str, ...]
+    """A call begins with one of these."""
+    written: Callable[[str, Mapping[str, Any]], Iterator[WrittenCall | BrokenCall]] = field(repr=False)
+    """Finds calls in a text; parameters by tool, for formats that do not write types."""
+    is_whole: bool = False
+    """Whether a turn is either one call or none, and only its very beginning is a mark."""
+
+    def read(self, text: str, tools: Sequence[Message] = (), *, first: int = 0) -> ReadTurn:
+        """A turn of a policy's as a message; calls without an id are numbered from `first`."""
+        parameters = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools if "function" in tool
+        }
+        calls: list[dict[str, Any]] = []
+        broken, left, at = [], [], 0
+        for found in self.written(text, parameters):
+            if isinstance(found, BrokenCall):
+                broken.append(str(found))
+                continue
+            left.append(text[at : found.begin])
+            at = found.end
+            calls.append(
+                {
+                    "id": found.id or f"call{first + len(calls):05d}",
+                    "type": "function",
+                    "function": {"name": found.name, "arguments": found.arguments},
+                }
+            )
+        content = "".join([*left, text[at:]])
+        if not calls:
+            return ReadTurn({"role": "assistant", "content": text}, tuple(broken))
+        return ReadTurn({"role": "assistant", "content": content.strip(), "tool_calls": calls}, tuple(broken))
+
+    def certain(self, text: str) -> int:
+        """How many characters at the beginning of a growing text are certainly no part of a call."""
+        if self.is_whole:
+            start = text.lstrip()
+            return 0 if any(start.startswith(mark) or mark.startswith(start) for mark in self.marks) else len(text)
+        places = [at for at in (text.find(mark) for mark in self.marks) if at >= 0]
+        if places:
+            return min(places)
+        longest = max(len(mark) for mark in self.marks) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(mark.startswith(text[-size:]) for mark in self.marks):
+                return len(text) - size
+        return len(text)
+
+
+def format_of(form: ChatFormat) -> CallFormat | None:
+    """The format in which this template writes calls, seen by letting it write one; None: none of FORMATS."""
+    text = form.calls or ""
+    if "<function=xqf3>" in text:
+        return FORMATS["xml"]
+    if "[TOOL_CALLS]" in text:
+        return FORMATS["mistral-named" if "[ARGS]" in text else "mistral"]
+    if "<｜tool▁call▁begin｜>" in text:
+        return FORMATS["deepseek"]
+    if "<tool_call>" in text and '"xqf3"' in text:
+        return FORMATS["hermes"]
+    return FORMATS["llama"] if text.startswith("{") and '"xqf3"' in text else None
+
+
+def _never(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_never)
+
+
+def _value(text: str, at: int = 0) -> tuple[Any, int]:
+    """The JSON value that stands at a place, and where it ends. Raises BrokenCall."""
+    at += len(text[at:]) - len(text[at:].lstrip())
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCall(f"a call is no JSON: {error}; found {text[at : at + 80]!r}; write it as JSON") from error
+
+
+def _function(value: Any, keys: Sequence[str] = ("arguments", "parameters")) -> tuple[str, str, str | None]:
+    """Name, arguments and id of a call that is an object. Raises BrokenCall."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise BrokenCall(f"a call has no name; found {str(value)[:80]!r}; write an object with name and {keys[0]}")
+    arguments: Any = next((value[key] for key in keys if key in value), {})
+    number = value.get("id")
+    return value["name"], _object(arguments), number if isinstance(number, str) else None
+
+
+def _object(arguments: Any) -> str:
+    """JSON of the arguments of a call. Raises BrokenCall where they are no object, nor the JSON of one."""
+    if isinstance(arguments, str):
+        arguments, _ = _value(arguments)
+    if not isinstance(arguments, dict):
+        raise BrokenCall(f"arguments are no object; found {str(arguments)[:80]!r}; name each argument")
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _between(
+    begin: str, end: str, read: Callable[[str, Mapping[str, Any]], tuple[str, str, str | None]]
+) -> Callable[[str, Mapping[str, Any]], Iterator[WrittenCall | BrokenCall]]:
+    """Calls that each stand between two marks; the last one's end may be missing where it is whole."""
+
+    def written(text: str, parameters: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
+        at = text.find(begin)
+        while at >= 0:
+            inside = at + len(begin)
+            close = text.find(end, inside)
+            stop = len(text) if close < 0 else close
+            try:
+                yield WrittenCall(at, min(len(text), stop + len(end)), *read(text[inside:stop], parameters))
+            except BrokenCall as error:
+                yield error
+            at = text.find(begin, stop)
+
+    return written
+
+
+def _hermes(inside: str, _: Mapping[str, Any]) -> tuple[str, str, str | None]:
+    value, end = _value(inside)
+    if inside[end:].strip():
+        raise BrokenCall(f"a call has more than one value; found {inside[end : end + 80]!r} behind it; write one")
+    return _function(value)
+
+
+def _xml(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str | None]:
+    """<function=NAME> <parameter=KEY> value ... ; values are text, or JSON where the tool says another type."""
+    found = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", inside, re.DOTALL)
+    if found is None:
+        raise BrokenCall(f"a call has no <function=NAME>; found {inside[:80]!r}; write one")
+    name, body = found[1].strip(), found[2]
+    known = (parameters.get(name) or {}).get("properties") or {}
+    arguments, at = {}, 0
+    for part in re.finditer(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", body, re.DOTALL):
+        if part.start() != at:
+            break
+        arguments[part[1].strip()] = _typed(part[2], known.get(part[1].strip()))
+        at = part.end()
+    if body[at:].strip():
+        raise BrokenCall(f"a call has more than parameters; found {body[at : at + 80]!r}; close every <parameter=NAME>")
+    return name, json.dumps(arguments, ensure_ascii=False), None
+
+
+def _typed(text: str, wanted: Any) -> Any:
+    if not isinstance(wanted, dict) or wanted.get("type", "string") == "string":
+        return text
+    try:
+        value, end = _value(text)
+    except BrokenCall:
+        return text
+    return text if text[end:].strip() else value
+
+
+def _deepseek(inside: str, _: Mapping[str, Any]) -> tuple[str, str, str | None]:
+    _head, mark, rest = inside.partition("<｜tool▁sep｜>")
+    found = re.fullmatch(r"([^\n]+)\n```json\n(.*?)\n```\s*|([^\n{]+?)(\{.*)", rest, re.DOTALL)
+    if not mark or found is None:
+        raise BrokenCall(f"a call has no name and arguments; found {inside[:80]!r}; write both")
+    name, arguments = (found[1], found[2]) if found[1] else (found[3], found[4])
+    return name.strip(), _object(arguments), None
+
+
+def _deepseek_calls(text: str, parameters: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
+    """Calls, the marks around all of them taken with the first and the last."""
+    all_begin, all_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    for found in _between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek)(text, parameters):
+        if isinstance(found, WrittenCall):
+            before, behind = text[: found.begin], text[found.end :]
+            begin = found.begin - (len(all_begin) if before.endswith(all_begin) else 0)
+            end = found.end + (len(all_end) if behind.startswith(all_end) else 0)
+            found = WrittenCall(begin, end, found.name, found.arguments)
+        yield found
+
+
+def _mistral(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
+    """[TOOL_CALLS] and a list of calls."""
+    begin = text.find("[TOOL_CALLS]")
+    if begin < 0:
+        return
+    try:
+        values, end = _value(text, begin + len("[TOOL_CALLS]"))
+        made = [_function(value) for value in (values if isinstance(values, list) else [values])]
+    except BrokenCall as error:
+        yield error
+        return
+    for one in made:
+        yield WrittenCall(begin, end, *one)
+        begin = end
+
+
+def _mistral_named(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
+    """[TOOL_CALLS]name[ARGS]{...}, maybe with [CALL_ID] between; one after the other."""
+    at = text.find("[TOOL_CALLS]")
+    while at >= 0:
+        stop = at + len("[TOOL_CALLS]")
+        head, mark, rest = text[stop:].partition("[ARGS]")
+        name, _mark, number = head.partition("[CALL_ID]")
+        try:
+            if not mark or not name.strip():
+                raise BrokenCall(f"a call has no name or no [ARGS]; found {text[at : at + 80]!r}; write both")
+            value, end = _value(rest)
+            stop = len(text) - len(rest) + end
+            yield WrittenCall(at, stop, name.strip(), _object(value), number.strip() or None)
+        except BrokenCall as error:
+            yield error
+        at = text.find("[TOOL_CALLS]", stop)
+
+
+def _llama(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
+    """One object with name and parameters, and nothing else."""
+    inside = text.strip().removeprefix("<|python_tag|>").lstrip()
+    if not inside.startswith("{") or '"name"' not in inside:
+        return
+    try:
+        value, end = _value(inside)
+        if inside[end:].strip():
+            raise BrokenCall(f"a call has text behind it; found {inside[end : end + 80]!r}; write the call alone")
+        yield WrittenCall(0, len(text), *_function(value, ("parameters", "arguments")))
+    except BrokenCall as error:
+        yield error
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        CallFormat("hermes", ("<tool_call>",), _between("<tool_call>", "</tool_call>", _hermes)),
+        CallFormat("xml", ("<tool_call>",), _between("<tool_call>", "</tool_call>", _xml)),
+        CallFormat("llama", ("{", "<|python_tag|>"), _llama, is_whole=True),
+        CallFormat("mistral", ("[TOOL_CALLS]",), _mistral),
+        CallFormat("mistral-named", ("[TOOL_CALLS]",), _mistral_named),
+        CallFormat("deepseek", ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), _deepseek_calls),
+    )
+}
+"""By name: of Qwen 2.5 and 3, Hermes; Qwen 3 Coder, Qwen 3.5; Llama 3; Mistral until v7; Mistral from v11; DeepSeek."""

@@ -1,0 +1,49 @@
+"""The laws of conversations."""
+
+from .changes import instead, never
+from .law import Law
+
+CHAT = (
+    Law(
+        "a token that was sampled is trained once, as it was sampled",
+        "test_what_was_said_before_a_fork_is_trained_in_one_branch",
+        "operators:Conversation.fork",
+        instead("other._parts = list(self._parts)", "given"),
+        "the mask of the first branch, which the second would have too",
+    ),
+    Law(
+        "the end of a turn is written once, by the policy or by the template",
+        "test_a_stop_string_that_the_policy_wrote_is_not_written_twice",
+        "operators:Conversation._behind",
+        instead("return piece", "startswith"),
+        "the look at what the policy wrote of it",
+    ),
+    Law(
+        "a row begins where the past is laid out otherwise",
+        "test_tools_that_move_to_the_last_message_begin_a_row_each",
+        "operators:Conversation._open",
+        never("_stands"),
+        "the comparison with what was laid out before",
+    ),
+    Law(
+        "a turn that the template strips is kept, begins a row or is refused, as was asked for",
+        "test_what_the_template_strips_from_the_past_is_kept_begins_a_row_or_is_refused",
+        "operators:Conversation._open",
+        never("rendered", "behind"),
+        "the comparison of texts",
+    ),
+    Law(
+        "a template whose delimiters cannot be told is refused",
+        "test_a_template_without_delimiters_is_refused_by_name_with_the_reason",
+        "operators:ChatFormat._closing",
+        never("longer"),
+        "the second probe",
+    ),
+    Law(
+        "a broken call is text, with the reason",
+        "test_what_is_broken_is_text_with_the_reason",
+        "operators:_never",
+        instead("return None", "ValueError"),
+        "the refusal of what JSON does not have",
+    ),
+)
