@@ -11,19 +11,19 @@ from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.forms import FORMS
 from operators.rewards.code import code_reward
 from operators.rewards.combining import combine
-from operators.rewards.foreign import from_areal, from_slime, from_trl, from_verifiers, from_verl
+from operators.rewards.foreign import from_areal, from_openrlhf, from_slime, from_trl, from_verifiers, from_verl
 from operators.rewards.judge_model import Judge
 from operators.rewards.match import exact, number
 from operators.rewards.mathematics import math_verify
 from operators.rewards.shaping import kl_penalty, overlong
 
 __all__ = [
-    "KNOWN", "Judge", "code_reward", "combine", "exact", "find", "from_areal", "from_slime", "from_trl",
-    "from_verifiers", "from_verl", "kl_penalty", "math_verify", "number", "overlong",
+    "KNOWN", "Judge", "code_reward", "combine", "exact", "find", "from_areal", "from_openrlhf", "from_slime",
+    "from_trl", "from_verifiers", "from_verl", "kl_penalty", "math_verify", "number", "overlong",
 ]  # fmt: skip
 
 FORMS.update(
-    trl=from_trl, verl=from_verl, verifiers=from_verifiers, slime=from_slime, areal=from_areal,
+    trl=from_trl, verl=from_verl, verifiers=from_verifiers, openrlhf=from_openrlhf, slime=from_slime, areal=from_areal,
 )  # fmt: skip
 
 KNOWN: dict[str, Scorer[..., Any]] = {

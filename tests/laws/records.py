@@ -49,6 +49,27 @@ RECORDS = (
         "the calls made again",
     ),
     Law(
+        "a judge that fails is asked again, and what fails for good is no reward",
+        "test_a_busy_or_broken_judge_is_asked_again_and_what_fails_for_good_is_no_reward",
+        "operators.rewards.judge_model:_said",
+        never("status_code", "500"),
+        "that it may answer later",
+    ),
+    Law(
+        "the key of a judge is written nowhere",
+        "test_the_key_comes_from_the_environment_and_is_written_nowhere",
+        "operators.rewards.judge_model:_said",
+        instead("text = reply.text", "text", "replace"),
+        "the key taken out of what the judge says",
+    ),
+    Law(
+        "no key of a row is left out of a nested column",
+        "test_a_key_that_the_first_rows_did_not_have_is_refused_and_never_left_out",
+        "operators.sources.prompt_rows:_is_kind",
+        never("is_struct", "!value_type"),
+        "the look at the keys",
+    ),
+    Law(
         "what failed is counted by its cause, and what does not apply apart from it",
         "test_failures_are_counted_by_node_and_cause_and_what_does_not_apply_by_scorer",
         "operators:Outcomes.add",

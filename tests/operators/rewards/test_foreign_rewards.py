@@ -26,6 +26,7 @@ from operators.rewards import (
     combine,
     find,
     from_areal,
+    from_openrlhf,
     from_slime,
     from_trl,
     from_verifiers,
@@ -173,6 +174,19 @@ def test_slimes_and_areals_functions_get_a_sample_and_keywords() -> None:
 
     rows = scored(from_areal(reward_fn))
     assert values(rows) == [float(len(rows[0]["completion"])), 0.0]
+
+
+def test_openrlhfs_functions_get_queries_and_labels_and_give_tensors_or_a_dict() -> None:
+    import numpy as np
+
+    def reward_func(queries, prompts, labels, **kwargs):  # type: ignore[no-untyped-def]
+        assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts, strict=True))
+        reward = np.array([float(label == "1") for label in labels])
+        return {"rewards": reward, "scores": reward, "extra_logs": {"seen": reward + 1}}
+
+    rows = scored(from_openrlhf(reward_func, label="answer", note=True))
+    assert values(rows) == [1.0, 0.0]
+    assert json.loads(rows[0]["reward_note"]) == {"scores": 1.0, "seen": 2.0}
 
 
 # What they have in common
