@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -32,13 +32,16 @@ from dataflow.live.steering import Controls
 from dataflow.runs.commands import compare_runs, export_run, list_runs, report_run
 from dataflow.scheduler.orphans import clear
 from dataflow.scheduler.requests import (
+    ask_for_checkpoint,
     ask_for_facts,
     ask_for_state,
     ask_to_scale,
+    ask_to_set,
     ask_to_stop,
     ask_to_swap,
     told_replicas,
 )
+from dataflow.settable import read_value
 from dataflow.system.files import write_atomically
 
 Run = Annotated[Path, tyro.conf.Positional]
@@ -55,6 +58,8 @@ def main() -> None:
                 "show": show,
                 "scale": scale,
                 "swap": swap,
+                "set": set_knobs,
+                "checkpoint": checkpoint,
                 "stop": stop,
                 "resume": resume,
                 "replay": replay,
@@ -112,6 +117,8 @@ def _scale(folder: RunFolder, wishes: Mapping[str, int], by: str | None = None) 
 _CONTROLS = Controls(
     stop=_stop, scale=_scale,
     swap=lambda folder, node, reference, by: ask_to_swap(folder, node, reference, by=by),
+    set_knob=lambda folder, place, value, by: ask_to_set(folder, {place: read_value(value)}, by=by),
+    checkpoint=lambda folder, by: ask_for_checkpoint(folder, by=by),
 )  # fmt: skip
 
 
@@ -145,6 +152,30 @@ def swap(run: Run, wish: Annotated[str, tyro.conf.Positional]) -> int:
             f"the operator's name there"
         )
     print(ask_to_swap(RunFolder.open(run), node, reference))
+    return 0
+
+
+def set_knobs(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
+    """Let knobs of a run that is under way have other values: trainer.lr=3e-6 generator.top_p=0.9 reward.scale=2.
+
+    Each operator says which of its knobs may change, and at which boundary the next value counts; what may not is
+    refused, with those that may. Returns once all count. Values are JSON, or a text without quotes.
+
+    Args:
+        run: the run folder, such as runs/latest.
+        wishes: which knob of which node is to have which value.
+    """
+    print(ask_to_set(RunFolder.open(run), dict(map(_knob, wishes))))
+    return 0
+
+
+def checkpoint(run: Run = Path("runs/latest")) -> int:
+    """Let the trainers of a run that is under way write a checkpoint after the step under way; returns then.
+
+    Args:
+        run: the run folder.
+    """
+    print(ask_for_checkpoint(RunFolder.open(run)))
     return 0
 
 
@@ -266,7 +297,7 @@ def live(
     Args:
         runs: run folders: of runs under way or over, or copied from elsewhere.
         port: where to listen; any that is free when left out.
-        steer: let whoever has the page's address stop, scale and swap; each request is kept in requests.jsonl.
+        steer: let whoever has the page's address stop, scale, swap and set; each request is kept in requests.jsonl.
     """
     return serve_page(runs, ask_for_state, port, _CONTROLS if steer else None)
 
@@ -287,6 +318,13 @@ def calibrate(
     print(described(found))
     print(f"wrote {out}; foresee with --constants {out}")
     return 0
+
+
+def _knob(text: str) -> tuple[str, Any]:
+    place, _, value = text.partition("=")
+    if "." not in place or not value:
+        raise GraphError(f"a knob is named by its node, but got {text!r}; write it as trainer.lr=3e-6")
+    return place.strip(), read_value(value)
 
 
 def _wish(text: str) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from dataflow.draw import draw, mimebundle
 from dataflow.errors import GraphError, nearest
 from dataflow.node import Operator, Source, Weights
 from dataflow.planning.plan import Plan
+from dataflow.planning.set_values import with_values
 from dataflow.records import DROP_REASON, ERROR, ROLLOUT_ID
 from dataflow.scoring.joining import Join
 from dataflow.stream import Prompt, Rollout, Stream
@@ -156,6 +157,25 @@ class Graph(Structure):
             raise GraphError(f"'{name}' is a {old.kind} and {_describe(operator)} is a {new.kind}; swap like for like")
         return self._anew(instead={name: new})
 
+    def set_knobs(self, wishes: Mapping[str, Any]) -> "Graph":
+        """A new graph with other values of knobs, by NODE.KNOB, checked anew; this one stays as it is.
+
+        Those that `Operator.settable` names, and `max_staleness`, which is that of the feedback edge to a node.
+        Whatever computes log-probabilities of its rollouts goes along with a generator's temperature.
+
+        >>> from dataflow import Graph, Model
+        >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+        >>> g, model = Graph("tiny"), Model("policies/tiny")
+        >>> generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
+        >>> trainer(generator(g.source(FakePrompts())))
+        >>> g.feedback(trainer.weights, generator, max_staleness=1)
+        >>> changed = g.set_knobs({"generator.max_staleness": 2, "generator.temperature": 0.5, "trainer.lr": 0.1})
+        >>> changed.operators["trainer"].knobs()["temperature"]
+        0.5
+        """
+        instead, bounds = with_values(self, wishes)
+        return self._anew(instead=instead, bounds=bounds)
+
     def insert(self, operator: Operator, *, after: str, source: str | None = None) -> "Graph":
         """A new graph with an operator on the stream behind the one called `after`, checked anew; this one stays.
 
@@ -260,11 +280,12 @@ class Graph(Structure):
         instead: Mapping[str, Operator] | None = None,
         behind: tuple[str, Operator, str | None] | None = None,
         without: str = "",
+        bounds: Mapping[str, Any] | None = None,
     ) -> "Graph":
         """The same declaration, call by call, with this change, and checked. instead: other operators, by name.
 
         behind: after which node another operator is applied, and to rows of which source. without: a node whose output
-        is its input."""
+        is its input. bounds: other max_staleness, by reader."""
         graph, others = Graph(self.name), instead or {}
         made: dict[tuple[str, str], Stream[Any]] = {}
         for call in self.calls:
@@ -287,9 +308,9 @@ class Graph(Structure):
                 continue
             trainer: Any = others.get(feedback.weights.trainer.name, feedback.weights.trainer)
             reader = others.get(feedback.reader.name, feedback.reader)
-            bound: dict[str, int] = (
-                {"every": feedback.refresh.every} if feedback.refresh else {"max_staleness": feedback.max_staleness}
-            )
+            bound: dict[str, Any] = {"max_staleness": (bounds or {}).get(reader.name, feedback.max_staleness)}
+            if feedback.refresh:
+                bound = {"every": feedback.refresh.every}
             graph.feedback(dataclasses.replace(feedback.weights, trainer=trainer), reader, **bound)
         graph.check()
         return graph

@@ -11,6 +11,7 @@ from dataflow.model import Model
 from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
 from dataflow.runtime import Context, Runtime
+from dataflow.settable import Settable, fitted, settable_fields
 from dataflow.stream import Builder, Prompt, Rollout, Stream
 
 
@@ -151,6 +152,27 @@ class Operator(metaclass=KnobCheck):
             if item.name != "name" and item.repr and value != item.default:
                 shown[item.name] = value
         return shown
+
+    def settable(self) -> Mapping[str, Settable]:
+        """Knobs that may change while a run goes on, `dataflow set`: fields that `settable(...)` declares."""
+        return settable_fields(self)
+
+    def with_knob(self, knob: str, value: Any) -> "Operator":
+        """The same declaration with another value of a knob that may change. GraphError where it is of another kind."""
+        may = self.settable()[knob]
+        try:
+            return self._with(knob, fitted(value, may.kind))
+        except ValueError as error:
+            raise GraphError(
+                f"'{self.name}' has {knob}={may.value!r} and cannot take {value!r:.60}; give {error}"
+            ) from error
+
+    def _with(self, knob: str, value: Any) -> "Operator":
+        return dataclasses.replace(self, **{knob: value})
+
+    def at_temperature(self, temperature: float) -> "Operator":
+        """The same declaration for rollouts that are sampled at another temperature; each row says at which it was."""
+        return self
 
     def faults(self) -> list[str]:
         """What is wrong with its knobs, each a message in three parts; empty when all is well."""

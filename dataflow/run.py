@@ -18,6 +18,7 @@ from dataflow.errors import GraphError, Replaced
 from dataflow.folder import run_hold
 from dataflow.folder.copies.parts import CONFIG as COPIES
 from dataflow.folder.copies.taking import copies_of
+from dataflow.folder.knob_changes import read_changes
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.run_folder import FORESEEN, RunFolder
@@ -266,6 +267,7 @@ def run(
             folder=str(folder.path), seed=seed or 0, steps=steps, keep_steps=keep_steps, listen=listen,
             copies=copies.to_plain() if copies else {},
             holder=holder, limits=limits or Limits(), swaps=() if recorded is None else read_swaps(folder),
+            changes=() if recorded is None else read_changes(folder),
         )  # fmt: skip
         if taken is not None:
             begun = taken.begun

@@ -16,6 +16,7 @@ from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 
 if TYPE_CHECKING:
     from dataflow.folder.copies.parts import Copies
+    from dataflow.folder.knob_changes import KnobChange
     from dataflow.folder.ledger import BaseLedger
     from dataflow.folder.run_folder import RunFolder
     from dataflow.system.rank_places import RankPlaces
@@ -38,6 +39,18 @@ class Batch:
         """Release all of its groups that were not."""
         for group_id, _, _ in group_slices(self.records):
             self.release(group_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobsInForce:
+    """What holds at a node since knobs of its run were changed."""
+
+    operator: Any
+    """Its declaration with the values in force; a trainer's as it was declared."""
+    bounds: Mapping[str, Bound]
+    """As `Context.bounds`; a trainer's as declared."""
+    changes: "tuple[KnobChange, ...]"
+    """That concern it, in order; of a trainer also those of the bound that it sweeps by."""
 
 
 class Runtime:
@@ -75,6 +88,14 @@ class Runtime:
     def tell(self, message: Mapping[str, Any]) -> None:
         """A word from the control: {"evaluate": step}, {"dropped": n}, {"drain": True}, {"end": True} when its
         inputs have ended; unknown words are ignored."""
+
+    def change(self, knobs: KnobsInForce) -> None:
+        """Knobs were changed: go by these values from the next boundary on, which each knob names (`settable`)."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether changes that it heard of wait for its boundary."""
+        return False
 
     def status(self) -> dict[str, float | int | str]:
         """Small numbers for the heartbeat: queue, version, step, and `done` when it has nothing more to do, ever."""
@@ -132,6 +153,8 @@ class Context:
     """Sources that lead to a trainer with a feedback edge, and how far they may run ahead."""
     feedback: Bound | None = None
     """Of the feedback edge that ends here: how far its weights may be behind, what their trainer consumes."""
+    changes: "tuple[KnobChange, ...]" = ()
+    """Of its knobs, made while the run went on, as `KnobsInForce.changes`."""
     on_demand: bool = False
     """For sources: issue only the rounds that the control asks for (evaluation)."""
     folder: "RunFolder | None" = None

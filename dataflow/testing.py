@@ -1,17 +1,19 @@
 """Fakes of the heavy operators, without torch: for tests of graphs, schedulers and scorers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
 from dataflow.annotations import arrow_type
+from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.model import Model
-from dataflow.node import Generate, Learn, Sink, Source, Traits
+from dataflow.node import Generate, Learn, Operator, Sink, Source, Traits
 from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, schema
-from dataflow.runtime import Batch, Context, Runtime
+from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
+from dataflow.settable import GROUP, STEP, settable
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +83,7 @@ class FakeGenerator(Generate):
     model: Model | None = None
     group_size: int = 4
     in_flight: int | None = None
-    temperature: float = 1.0
+    temperature: float = settable(1.0, at=GROUP)
 
     @property
     def traits(self) -> Traits:
@@ -161,8 +163,14 @@ class FakeTrainer(Learn):
     prompts_per_step: int = 8
     queue_prompts: int | None = None
     temperature: float = 1.0
+    lr: float = settable(1.0, at=STEP)
+    """What its steps write into metrics.jsonl."""
     columns: tuple[str, ...] = ()
     """Columns it claims to read."""
+
+    def at_temperature(self, temperature: float) -> Operator:
+        """With that one."""
+        return replace(self, temperature=temperature)
 
     @property
     def traits(self) -> Traits:
@@ -189,10 +197,12 @@ class _Count(_Sleeps):
         self._groups: dict[int, pa.RecordBatch] = {}
         self._acks: list[tuple[int, Batch]] = []
         """Deliveries by their last group, until that is trained."""
+        self._knobs = KnobsByStep(operator, context.changes, context.ledger)
         self._step = 0 if context.ledger is None else context.ledger.last_step(context.node)
         self._cursor = self._step * operator.prompts_per_step
         self._source = ""
         self._done = False
+        self._asked = self._answered = 0
 
     def room(self) -> int:
         return 1 << 20
@@ -206,6 +216,9 @@ class _Count(_Sleeps):
         self._acknowledge()
 
     def work(self) -> list[Batch] | None:
+        if self._knobs.is_behind:
+            self._knobs.take(self._step + 1, next(iter(self._context.bounds.values()), None))
+        self._answered = self._asked
         wanted = self._wanted()
         if not wanted or not self._awake:
             return None
@@ -219,6 +232,7 @@ class _Count(_Sleeps):
                 dropped={}, metrics={}, checkpoint=None,
             )  # fmt: skip
             line = {"step": self._step, "node": context.node, "version": self._step, "dropped": {}}
+            line["lr"] = self._knobs.at(self._step).lr
             context.folder.append_metrics(line)
         self._done = self._step == context.steps
         self._acknowledge()
@@ -238,11 +252,22 @@ class _Count(_Sleeps):
                 batch.ack()
         self._acks = [(last, batch) for last, batch in self._acks if last >= self._cursor]
 
+    def change(self, knobs: KnobsInForce) -> None:
+        self._knobs.hear(knobs.changes)
+
+    @property
+    def is_behind(self) -> bool:
+        return self._knobs.is_behind and not self._done
+
     def tell(self, message: Mapping[str, Any]) -> None:
+        self._asked = max(self._asked, int(message.get("checkpoint", 0)))
         self._done = self._done or bool(message.get("drain") or message.get("end"))
 
     def status(self) -> dict[str, float | int | str]:
-        return {"step": self._step, "done": int(self._done), "dropped": 0}
+        return {
+            "step": self._step, "done": int(self._done), "dropped": 0, "asked_checkpoint": self._answered,
+            "asked_step": self._step,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,8 +116,8 @@ class Summary:
     """How often a worker was started again."""
     faults: tuple[str, ...] = ()
     """What fell, how it went on, and what was done again."""
-    swaps: tuple[str, ...] = ()
-    """Operators that took the place of others on the way."""
+    epochs: tuple[tuple[str, str], ...] = ()
+    """What was changed on the way, in order: swapped or set, and what."""
     hosts: str = ""
     """Which node was planned where, in a run over hosts."""
     signal: str = ""

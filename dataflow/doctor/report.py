@@ -10,9 +10,9 @@ from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.logs import Trouble, last_errors
 from dataflow.doctor.verdict import MOVES_S, verdict
 from dataflow.doctor.waiting import seconds, trouble, waits
+from dataflow.folder.epochs import read_epochs
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import read_swaps
 from dataflow.system import stacks
 from dataflow.system.optional_files import read_text
 from dataflow.system.processes import Process
@@ -42,7 +42,7 @@ def report(folder: RunFolder, facts: Facts, *, all_stacks: bool = False, moves_s
 
 
 def ailments(folder: RunFolder) -> list[list[str]]:
-    """The last errors of the logs, the last faults on record, and what was swapped on the way."""
+    """The last errors of the logs, the last faults on record, and what was changed on the way."""
     errors = [line for found in last_errors(folder.logs) for line in _error(found)]
     path = folder.path / FILE
     faults = read_text(path).splitlines()
@@ -52,7 +52,7 @@ def ailments(folder: RunFolder) -> list[list[str]]:
     return [
         _section("last errors of the logs", errors or ["  none"]),
         _section("workers that ended and were started again", shown),
-        _section("swapped operators", [f"  {swap}" for swap in read_swaps(folder)]),
+        _section("what was changed while it went on", [f"  {e.verb} {e}" for e in read_epochs(folder)[-_FAULTS:]]),
     ]
 
 

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from dataflow.folder.ledger import BaseLedger, Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
@@ -41,6 +41,13 @@ class Swap:
     is_withdrawn: bool = False
     """Whether it was taken back after it stood in the ledger: a worker was killed once it was on record, and the next
     could not be built with it."""
+
+    verb: ClassVar[str] = "swapped"
+
+    @property
+    def mark(self) -> str:
+        """For a curve."""
+        return f"{self.node} = {self.reference}"
 
     def __str__(self) -> str:
         """For people."""

@@ -12,6 +12,8 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.node import Operator
 from dataflow.planning.plan import Plan
+from dataflow.planning.set_values import settable_of
+from dataflow.settable import plain_value
 from dataflow.structure import feeding, leading, sources_of, trainers
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -63,7 +65,7 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
     }
     return {
         "max_staleness": staleness, "leading": leading(graph), "plan": plan.explain().splitlines(),
-        "placed": placed, "on_demand": list(plan.on_demand),
+        "placed": placed, "on_demand": list(plan.on_demand), "settable": _settable(graph),
         **({"hosts": {node: list(place.all_hosts) for node, place in plan.placements.items()}}
            if plan.devices.hosts else {}),
     }  # fmt: skip
@@ -72,6 +74,15 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
 def consumers(graph: Graph) -> dict[str, list[str]]:
     """By trainer and evaluation, the sources whose groups it consumes: whose outcomes the ledger knows."""
     return {name: sources_of(graph, name) for name, op in graph.operators.items() if op.trains or op.traits.every_steps}
+
+
+def _settable(graph: Graph) -> dict[str, dict[str, dict[str, Any]]]:
+    """By node and knob that may change while it goes on, the declared value, and from when on another one counts."""
+    found = {name: settable_of(graph, name) for name in graph.operators}
+    return {
+        name: {knob: {"value": plain_value(each.value), "at": each.at} for knob, each in knobs.items()}
+        for name, knobs in found.items() if knobs
+    }  # fmt: skip
 
 
 def _knobs(operator: Operator) -> dict[str, str]:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.checkpoints import Checkpoints
+from dataflow.folder.knob_changes import KnobChange, read_changes
 from dataflow.folder.ledger import Ledger, MadeStep
 from dataflow.folder.ledger.calls import some
 from dataflow.folder.retention import KNOB, gone
@@ -80,6 +81,8 @@ class ReplayScript:
     device: str = "cpu"
     seed: int = 0
     """The run's."""
+    changes: Sequence[KnobChange] = ()
+    """Of the trainer's knobs, each with the step from which it counts."""
     loss: str = ""
     out: Path | None = None
 
@@ -136,6 +139,7 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
         node=node, start=start, checkpoint=place, steps=steps_to_train(node, made, start, wishes.last),
         read=lambda step: rows_of(folder, step, own), threads=_threads(recorded, node), device=wishes.device,
         seed=recorded.seed, loss=wishes.loss, out=out,
+        changes=[each for each in read_changes(folder) if each.node == node],
     )  # fmt: skip
     for step, found in zip(script.steps, trainer.replay(script), strict=True):
         yield Compared(

@@ -11,11 +11,11 @@ from typing import Any, TypeGuard
 from dataflow.display import Summary
 from dataflow.display.silence import silence
 from dataflow.folder.copies.parts import CONFIG, Copies
+from dataflow.folder.epochs import read_epochs
 from dataflow.folder.faults import describe_faults, read_faults, restarts
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import read_swaps
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.planning.hosts import named
@@ -51,7 +51,8 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
         foreseen=_foreseen(folder.foreseen, steps, busy[busiest] / seconds if busiest and seconds else None),
         restarts=restarts(folder.path), faults=tuple(describe_faults(read_faults(folder.path))),
-        swaps=tuple(map(str, read_swaps(folder))), hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
+        epochs=tuple((epoch.verb, str(epoch)) for epoch in read_epochs(folder)),
+        hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
         verdict=verdict, is_clean=is_clean, folder=str(path),
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
         commands=(

@@ -15,6 +15,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.rollout_view import vocabulary_of
 from dataflow.live import one_rollout, picture
+from dataflow.live.knobs import settable_now
 from dataflow.live.looks import Ask, Looks
 from dataflow.live.marks import Marks
 from dataflow.live.rollouts import RolloutFilter, Rollouts
@@ -84,7 +85,7 @@ class PageAnswers:
         self._runs = [WatchedRun(folder, ask) for folder in folders]
         self._steering = steering
         self._asked: Mapping[str, Callable[[WatchedRun, PageQuery], Any]] = {
-            "graph": lambda run, question: run.graph,
+            "graph": lambda run, question: run.graph | {"settable": settable_now(run.folder)},
             "now": _now,
             "names": _names,
             "series": _series,

@@ -1,4 +1,4 @@
-"""What happened to a run at which step: faults, swaps, requests, returns to a checkpoint, evaluations."""
+"""What happened to a run at which step: faults, swaps and sets, requests, returns to a checkpoint, rounds."""
 
 import bisect
 import contextlib
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow.folder.epochs import read_epochs
 from dataflow.folder.faults import FILE, describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.request_log import read_requests
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import read_swaps
 from dataflow.history.describe import described
 from dataflow.system.optional_files import stream_lines
 
@@ -44,7 +44,7 @@ class Marks:
             lines = [line for _, line in stream_lines(path, start)][-MOST:]
             self._found = {
                 "faults": [{"step": self._step_at(line.get("at")), **_fault(line)} for line in lines],
-                "swaps": [{"step": swap.step, "text": str(swap)} for swap in read_swaps(self.folder)[-MOST:]],
+                "swaps": [{"step": each.step, "text": str(each)} for each in read_epochs(self.folder)[-MOST:]],
                 "requests": [_request(line) for line in read_requests(self.folder.path)[-MOST:]],
             }
             self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))

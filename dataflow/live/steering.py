@@ -28,6 +28,9 @@ class Controls:
     scale: Callable[[RunFolder, Mapping[str, int], str], str]
     swap: Callable[[RunFolder, str, str, str], str]
     """A node, and the operator that takes its place, as MODULE:ATTRIBUTE."""
+    set_knob: Callable[[RunFolder, str, str, str], str]
+    """A knob as NODE.KNOB, and its value as one types it."""
+    checkpoint: Callable[[RunFolder, str], str]
 
 
 Action: TypeAlias = Callable[[RunFolder, str], str]
@@ -35,8 +38,10 @@ Action: TypeAlias = Callable[[RunFolder, str], str]
 
 
 def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
-    """The request's number, and what it asks for: {"number": of the page's own choice, "action": "stop" | "scale" |
-    "swap", "node", "replicas", "reference"}. Errors: ValueError that says what is wrong."""
+    """The request's number, and what it asks for: {"number": of the page's own choice, "action": "stop" |
+    "checkpoint" | "scale" | "swap" | "set", "node", "replicas", "reference", "knob", "value"}.
+
+    Errors: ValueError that says what is wrong."""
     try:
         found = json.loads(body)
     except ValueError as error:
@@ -47,6 +52,11 @@ def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
     match action:
         case "stop":
             return number, controls.stop
+        case "checkpoint":
+            return number, controls.checkpoint
+        case "set":
+            place, value = f"{_text(found, 'node')}.{_text(found, 'knob')}", _text(found, "value")
+            return number, lambda run, by: controls.set_knob(run, place, value, by)
         case "scale":
             node, replicas = _text(found, "node"), found.get("replicas")
             if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
@@ -55,7 +65,7 @@ def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
         case "swap":
             node, reference = _text(found, "node"), _text(found, "reference")
             return number, lambda run, by: controls.swap(run, node, reference, by)
-    raise ValueError(f"no action is called {action!r}; there are stop, scale and swap")
+    raise ValueError(f"no action is called {action!r}; there are stop, checkpoint, scale, swap and set")
 
 
 def _text(found: Mapping[str, Any], name: str) -> str:

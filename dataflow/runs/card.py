@@ -24,6 +24,7 @@ from dataflow.records import (
     ROLLOUT_ID,
     ROUND_SIZE,
     SAMPLING_MASK,
+    TEMPERATURE,
     TOKENS,
     VERSIONS,
 )
@@ -41,7 +42,8 @@ _SAID: Mapping[str, str] = {
     LOGPROBS: "of the distribution that was sampled from; 0 where mask is false",
     VERSIONS: "weights that each token was drawn under; -1 where mask is false", FINISH_REASON: "stop, length or error",
     ERROR: "null, or what failed", ADVANTAGE: "what the trainer weighed it with",
-    SAMPLING_MASK: "ids that truncation left, by token", DROP_REASON: "why its group was given up",
+    SAMPLING_MASK: "ids that truncation left, by token", TEMPERATURE: "at which it was sampled",
+    DROP_REASON: "why its group was given up",
     "chosen": "completion of the best rollout of the group", "rejected": "completion of the worst",
     "chosen_reward": "its figure", "rejected_reward": "its figure",
     "chosen_rollout_id": "its number in the run", "rejected_rollout_id": "its number in the run",

@@ -7,8 +7,8 @@ from typing import Any
 
 from dataflow.display.formatting import clean, sparkline
 from dataflow.draw.charts import charts_svg
+from dataflow.folder.epochs import read_epochs
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import read_swaps
 from dataflow.history.describe import described
 from dataflow.history.environment import KEY as ENVIRONMENT
 from dataflow.history.launch import KEY as LAUNCH
@@ -33,7 +33,7 @@ class Side:
     name: str
     graph: Mapping[str, Any]
     config: Mapping[str, Any]
-    swaps: Sequence[str]
+    epochs: Sequence[str]
     figures: Figures
     lines: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     """Of metrics.jsonl: steps of its trainer, evaluations."""
@@ -52,7 +52,7 @@ def side_of(folder: RunFolder, name: str) -> Side:
     """What is compared of a run. name: what it is called here."""
     (graph, config), lines = described(folder), read_lines(folder)
     return Side(
-        name=name, graph=graph, config=config, swaps=[str(swap) for swap in read_swaps(folder)],
+        name=name, graph=graph, config=config, epochs=[f"{epoch.verb} {epoch}" for epoch in read_epochs(folder)],
         figures=figures_of(folder, lines), lines=[*lines.steps, *lines.evaluations],
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def _settings(side: Side, nodes: Collection[str], known: bool) -> dict[str, str]
     for name in ("seed", "steps", "keep_steps", "max_staleness"):
         if config.get(name) is not None:
             found[name] = str(config[name])
-    found |= {f"swapped in, {number}": swap for number, swap in enumerate(side.swaps, 1)}
+    found |= {f"changed, {number}": epoch for number, epoch in enumerate(side.epochs, 1)}
     for node in sorted(nodes):
         placed, hosts = ((config.get(name) or {}).get(node) for name in ("placed", "hosts"))
         found |= {f"{what} of {node}": str(value) for what, value in (placed or {}).items()}

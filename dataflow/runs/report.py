@@ -9,10 +9,10 @@ from string import Template
 from typing import Any
 
 from dataflow.errors import RunError
+from dataflow.folder.epochs import Epoch, read_epochs
 from dataflow.folder.faults import describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import Swap, read_swaps
 from dataflow.history.describe import described
 from dataflow.history.environment import KEY as ENVIRONMENT
 from dataflow.history.launch import KEY as LAUNCH
@@ -43,9 +43,9 @@ def write_report(folder: RunFolder, out: Path, *, by: str = "reward") -> None:
 def report(folder: RunFolder, *, by: str = "reward") -> str:
     """The whole page."""
     graph, config = described(folder)
-    state, swaps = state_of(folder), read_swaps(folder)
+    state, epochs = state_of(folder), read_epochs(folder)
     lines = read_lines(folder)
-    drawn = charts_of({"": [*lines.steps, *lines.evaluations]}, _marks(swaps))
+    drawn = charts_of({"": [*lines.steps, *lines.evaluations]}, _marks(epochs))
     begun = begun_at(folder, config)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun)) if begun is not None else "at an unknown time"
     found = parts_of(folder)
@@ -53,7 +53,7 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
         ("curves", "Curves", parts.charts(drawn)),
         ("graph", "Graph", parts.graph(graph_svg(graph, config))),
         ("rollouts", "Rollouts", parts.rollouts(examples_of(found.files, by))),
-        ("faults", "Faults and swaps", _faults(folder, swaps)),
+        ("faults", "Faults and changes", _faults(folder, epochs)),
         ("ledger", "Ledger", _ledger(folder, found.notes)),
         ("environment", "Environment", _environment(config)),
     ]
@@ -72,7 +72,7 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
     )  # fmt: skip
 
 
-def _faults(folder: RunFolder, swaps: tuple[Swap, ...]) -> str:
+def _faults(folder: RunFolder, epochs: tuple[Epoch, ...]) -> str:
     lines = fault_lines(folder)
     body = []
     if lines:
@@ -83,10 +83,10 @@ def _faults(folder: RunFolder, swaps: tuple[Swap, ...]) -> str:
         body.append("<p>No worker ended that was not to.</p>")
     if len(lines) > MOST_FAULTS:
         body.append(f'<p class="muted">The last {MOST_FAULTS} of {len(lines):,}.</p>')
-    if swaps:
+    if epochs:
         body += [
-            "<h3>Operators swapped in on the way</h3>",
-            f"<ul>{''.join(f'<li>{escaped(s, 500)}</li>' for s in swaps)}</ul>",
+            "<h3>What was changed while it went on</h3>",
+            f"<ul>{''.join(f'<li>{e.verb} {escaped(e, 500)}</li>' for e in epochs)}</ul>",
         ]
     return "".join(body)
 
@@ -143,8 +143,8 @@ def command_of(config: Mapping[str, Any]) -> str:
     return shlex.join(map(str, command)) if isinstance(command, list) else ""
 
 
-def _marks(swaps: tuple[Swap, ...]) -> list[tuple[float, str]]:
-    return [(float(swap.step), f"{swap.node} = {swap.reference}") for swap in swaps]
+def _marks(epochs: tuple[Epoch, ...]) -> list[tuple[float, str]]:
+    return [(float(each.step), each.mark) for each in epochs]
 
 
 def _head(path: Path) -> bytes:

@@ -22,9 +22,22 @@ from dataflow.planning.plan import Plan
 from dataflow.scheduler import events, scaling, seating
 from dataflow.scheduler.control_server import Client, ControlServer, Message
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.requests import Refused, Reply, Request, SwapNode, TellFacts, answer, in_short, outcome
+from dataflow.scheduler.requests import (
+    KeepCheckpoint,
+    Refused,
+    Reply,
+    Request,
+    SetKnobs,
+    SwapNode,
+    TellFacts,
+    answer,
+    in_short,
+    outcome,
+)
 from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.swaps import policy as swapping
+from dataflow.scheduler.swaps.checkpoint_requests import CheckpointRequests
+from dataflow.scheduler.swaps.knob_requests import KnobRequests
 from dataflow.scheduler.swaps.swap_requests import SwapRequests
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.files import only_told
@@ -78,7 +91,7 @@ class Scheduler:
         elif server.keys is not None:
             keys = server.keys.to_plain()
         self._left = left
-        self.table.swaps.made = latest(settings.swaps)
+        self.table.swaps.made, self.table.changes = latest(settings.swaps), list(settings.changes)
         if left is not None:
             self.table.take_up(left["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
@@ -89,6 +102,13 @@ class Scheduler:
         self._swap_requests = SwapRequests(
             self.table, server, lambda record: self._of(record, record.host),
             swap_in=lambda swap: self._apply(events.SwapIn(swap)), reply=self._reply, clock=clock,
+        )  # fmt: skip
+
+        self._knob_requests = KnobRequests(
+            self.table, lambda changes: self._apply(events.SetIn(changes)), self._reply, clock
+        )  # fmt: skip
+        self._checkpoint_requests = CheckpointRequests(
+            self.table, lambda number: self._apply(events.WishCheckpoint(number)), self._reply, clock
         )  # fmt: skip
 
     @property
@@ -138,16 +158,23 @@ class Scheduler:
         messages, requests, told = self._server.wait(wait_s)
         self._receive(messages)
         for client, request in requests:
-            if isinstance(request, SwapNode):
-                self._swap_requests.ask(client, request)
-                continue
-            self._reply(client, request, answer(request, self.scale, self.stall_watch.answer, self.wish_drain))
+            match request:
+                case SwapNode():
+                    self._swap_requests.ask(client, request)
+                case SetKnobs():
+                    self._knob_requests.ask(client, request)
+                case KeepCheckpoint():
+                    self._checkpoint_requests.ask(client, request)
+                case _:
+                    told_now = answer(request, self.scale, self.stall_watch.answer, self.wish_drain)
+                    self._reply(client, request, told_now)
         for event in told:
             self._note(event)
         if self._wish and not self.table.run.draining:
             self._apply(events.Drain())
         self._pass_time()
-        self._swap_requests.look()
+        for pending in (self._swap_requests, self._knob_requests, self._checkpoint_requests):
+            pending.look()
         self.notices += self.stall_watch.look()
 
     def _reply(self, client: Client, request: Request, reply: Reply) -> None:
@@ -300,6 +327,7 @@ class Scheduler:
         return dataclasses.replace(
             self._settings, worker=record.worker, replica=record.replica, attempt=record.attempt, host=host,
             rank_hosts=record.rank_hosts, swaps=swapping.own(self.table, record),
+            changes=tuple(self.table.changes),
             rank_devices=seating.rank_devices(self.table, record) if record.rank_hosts else (), **given,
         )  # fmt: skip
 

@@ -1,10 +1,11 @@
 """What happens to the table of workers, and what is to be done about it: values on both sides of the reducer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dataflow.errors import RunError
+from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.swaps import Swap
 from dataflow.planning.hosts import Host
 from dataflow.worker.messages import FromWorker, ToWorker
@@ -99,6 +100,20 @@ class SwapIn:
 
 
 @dataclass(frozen=True)
+class SetIn:
+    """Knobs are to have other values, which were checked."""
+
+    changes: Sequence[KnobChange]
+
+
+@dataclass(frozen=True)
+class WishCheckpoint:
+    """Somebody wishes for a checkpoint after the step under way."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Drain:
     """The run is to finish the step under way, to write a checkpoint and to end."""
 
@@ -115,7 +130,7 @@ class Tick:
 
 Event: TypeAlias = (
     RunBegins | TakeOver | HostJoined | HostHeard | HostLost | Received | ProcessEvent | ForkserverGone | Wish | SwapIn
-    | Drain | Shutdown | Tick
+    | SetIn | WishCheckpoint | Drain | Shutdown | Tick
 )  # fmt: skip
 
 # Commands

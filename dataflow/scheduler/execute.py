@@ -15,10 +15,11 @@ from dataflow.draw import reward_curve_svg
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.disks.bringing import Bringing
+from dataflow.folder.epochs import read_epochs
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
-from dataflow.folder.swaps import latest, read_swaps
+from dataflow.folder.swaps import latest
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph
 from dataflow.history.resume import Begun
@@ -155,7 +156,7 @@ def execute(run: RunSpec) -> TrainingResult:
             _inline(run, watch, times, notices) if run.in_one_process else _processes(run, watch, times, clock, notices)
         )
         times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
-        marks = [(swap.step, f"{swap.node} = {swap.reference}") for swap in read_swaps(folder)]
+        marks = [(epoch.step, epoch.mark) for epoch in read_epochs(folder)]
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
         merge(folder)
     finally:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from dataflow.scheduler import lifecycle, scaling
 from dataflow.scheduler.events import Command, FaultNoticed, KeptProcess, Outlive, Send, Signal
+from dataflow.scheduler.swaps import knob_policy
 from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker.messages import Start
@@ -49,6 +50,7 @@ def _take(
     commands += again
     for record in [record for record in records if record.life is Life.READY]:
         missed = [message for node in record.nodes for message in table.run.commands_for(node, again=False)]
+        commands += knob_policy.tell(table, record)
         commands += [Send(record.name, Start()), *(Send(record.name, message) for message in missed)]
     return commands
 

@@ -9,6 +9,7 @@ from dataflow.errors import DeadlineError
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.scheduler.state_machine import RunStateMachine
+from dataflow.worker.changed_knobs import roomiest
 from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.messages import NodeCommand
 from dataflow.worker.ports import Ports
@@ -24,7 +25,7 @@ class InlineRun:
 
     def __init__(self, graph: Graph, plan: Plan, settings: Settings) -> None:
         self.state, self._limits = RunStateMachine(graph, plan), settings.limits
-        self._ports = Ports(graph, plan, list(graph.operators), settings)
+        self._ports = Ports(roomiest(graph, settings.changes), plan, list(graph.operators), settings)
         self.host = NodeLoops(
             graph, plan, graph.operators, settings,
             writer_of=self._ports.writer_of, reader_of=self._ports.reader_of,

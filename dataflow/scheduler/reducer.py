@@ -30,6 +30,7 @@ from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
 from dataflow.scheduler import addresses, events, failover, host_policy, lifecycle, recovery, scaling
+from dataflow.scheduler.swaps import knob_policy
 from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker import messages
@@ -59,6 +60,10 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
             commands = scaling.wish(table, event.wishes)
         case events.SwapIn():
             commands = swapping.begin(table, event.swap, now)
+        case events.SetIn():
+            commands = knob_policy.begin(table, event.changes, now)
+        case events.WishCheckpoint():
+            commands = _to_nodes(table, table.run.wish_checkpoint(event.number))
         case events.Drain():
             commands = _drain(table, now)
         case events.Shutdown():
@@ -133,6 +138,7 @@ def _received(table: Table, name: str, message: messages.FromWorker, now: float)
             commands += scaling.hello(table, record) if table.begun else _wire_all(table)
         case messages.Ready():
             record.life = Life.READY
+            commands += knob_policy.tell(table, record)
             if table.begun:
                 commands += lifecycle.go_on(table, record, now)
             elif all(each.life is Life.READY for each in table):

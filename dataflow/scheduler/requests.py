@@ -23,6 +23,8 @@ from dataflow.system.security import RunKeys, present
 ANSWER_S = 10.0
 SWAPPED_S = 45.0
 """For an operator to be tried, and a worker to start with it."""
+CHECKPOINT_S = 55.0
+"""For a step to end and a checkpoint to be written; a run that takes longer says so before."""
 R = TypeVar("R")
 _LOOK_MS = 1000
 """Between two looks whether the scheduler lives: long enough for another that takes its place."""
@@ -70,6 +72,24 @@ class SwapNode:
 
 
 @dataclass(frozen=True)
+class SetKnobs:
+    """Let knobs have other values."""
+
+    wishes: Mapping[str, Plain]
+    """By NODE.KNOB."""
+    by: str
+    """Who asks, as user@host."""
+
+
+@dataclass(frozen=True)
+class KeepCheckpoint:
+    """Let each trainer write a checkpoint that stays, after the step under way."""
+
+    by: str
+    """Who asks, as user@host."""
+
+
+@dataclass(frozen=True)
 class Scaled:
     """The wish is taken in; what the nodes have."""
 
@@ -97,6 +117,22 @@ class Swapped:
 
 
 @dataclass(frozen=True)
+class KnobsSet:
+    """They count, or will at their next boundary."""
+
+    text: str
+    """For people."""
+
+
+@dataclass(frozen=True)
+class CheckpointKept:
+    """It is written, or will be."""
+
+    text: str
+    """For people."""
+
+
+@dataclass(frozen=True)
 class Refused:
     """Why nothing is done."""
 
@@ -105,10 +141,16 @@ class Refused:
 
 Immediate: TypeAlias = Scale | TellFacts | StopRun
 """Those that are answered at once."""
-Request: TypeAlias = Immediate | SwapNode
-Reply: TypeAlias = Scaled | FactsTold | Stopping | Swapped | Refused
-REQUESTS: Codec[Request] = Codec("dataflow.requests", 3, Scale, TellFacts, StopRun, SwapNode)
-REPLIES: Codec[Reply] = Codec("dataflow.replies", 1, Scaled, FactsTold, Stopping, Swapped, Refused)
+Wish: TypeAlias = Scale | StopRun | SwapNode | SetKnobs | KeepCheckpoint
+"""Those that would change a run."""
+Request: TypeAlias = TellFacts | Wish
+Reply: TypeAlias = Scaled | FactsTold | Stopping | Swapped | KnobsSet | CheckpointKept | Refused
+REQUESTS: Codec[Request] = Codec(
+    "dataflow.requests", 4, Scale, TellFacts, StopRun, SwapNode, SetKnobs, KeepCheckpoint
+)  # fmt: skip
+REPLIES: Codec[Reply] = Codec(
+    "dataflow.replies", 2, Scaled, FactsTold, Stopping, Swapped, KnobsSet, CheckpointKept, Refused
+)  # fmt: skip
 
 
 def answer(
@@ -129,7 +171,7 @@ def answer(
                 return Refused(str(error))
 
 
-def in_short(request: Scale | StopRun | SwapNode) -> str:
+def in_short(request: Wish) -> str:
     """What somebody wishes, for people."""
     match request:
         case Scale():
@@ -138,6 +180,10 @@ def in_short(request: Scale | StopRun | SwapNode) -> str:
             return "stop after the step under way"
         case SwapNode():
             return f"{request.node} = {request.reference}"
+        case SetKnobs():
+            return ", ".join(f"{place} = {value}" for place, value in request.wishes.items())
+        case KeepCheckpoint():
+            return "a checkpoint after the step under way"
 
 
 def outcome(reply: Reply) -> str:
@@ -145,7 +191,7 @@ def outcome(reply: Reply) -> str:
     match reply:
         case Refused():
             return reply.error
-        case Swapped():
+        case Swapped() | KnobsSet() | CheckpointKept():
             return reply.text
         case Scaled():
             return "; ".join(told_replicas(reply.replicas))
@@ -189,6 +235,26 @@ def ask_to_swap(
     time.
     """
     return _exchange(folder, SwapNode(node, reference, asker() if by is None else by), Swapped, timeout_s).text
+
+
+def ask_to_set(
+    folder: RunFolder, wishes: Mapping[str, Any], timeout_s: float = SWAPPED_S, by: str | None = None
+) -> str:
+    """Ask the run in a folder to let knobs have other values, by NODE.KNOB; what came of it.
+
+    by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when it does not answer in
+    time.
+    """
+    return _exchange(folder, SetKnobs(wishes, asker() if by is None else by), KnobsSet, timeout_s).text
+
+
+def ask_for_checkpoint(folder: RunFolder, timeout_s: float = CHECKPOINT_S, by: str | None = None) -> str:
+    """Ask the run in a folder for a checkpoint after the step under way; what came of it, once it is written.
+
+    by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when it does not answer in
+    time.
+    """
+    return _exchange(folder, KeepCheckpoint(asker() if by is None else by), CheckpointKept, timeout_s).text
 
 
 def asker() -> str:

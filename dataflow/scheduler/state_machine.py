@@ -8,6 +8,9 @@ from dataflow.planning.plan import Plan
 from dataflow.structure import Structure, leading, sources_of
 from dataflow.worker.messages import NodeCommand
 
+_KEPT = ("step", "done", "asked_checkpoint")
+"""What a trainer has said once stays true of it when it is started again."""
+
 
 @dataclass
 class _Evaluation:
@@ -44,6 +47,8 @@ class RunStateMachine:
     _leading: list[str] = field(default_factory=list)
     _evaluations: dict[str, _Evaluation] = field(default_factory=dict)
     _open_sinks: set[str] = field(default_factory=set)
+    checkpoint: int = 0
+    """Number of the last checkpoint that somebody has asked for; 0: nobody has."""
     _dropped: dict[str, int] = field(default_factory=dict)
     """By source: the most that one of its trainers has dropped, as it was told."""
 
@@ -74,6 +79,22 @@ class RunStateMachine:
         """Whether the run has done what it was for."""
         return self.phase == "over"
 
+    def without_checkpoint(self, number: int) -> list[str]:
+        """Trainers that have not written the checkpoint with this number."""
+        return [name for name, status in self._trainers.items() if int(status.get("asked_checkpoint", 0)) < number]
+
+    def checkpoints(self) -> dict[str, int]:
+        """By trainer, the step of the last checkpoint that somebody has asked for."""
+        return {name: int(status.get("asked_step", 0)) for name, status in self._trainers.items()}
+
+    def wish_checkpoint(self, number: int) -> list[NodeCommand]:
+        """Somebody wants a checkpoint of each trainer after the step under way."""
+        self.checkpoint = max(self.checkpoint, number)
+        return [command for name in self.without_checkpoint(number) for command in self._checkpoint(name)]
+
+    def _checkpoint(self, trainer: str) -> list[NodeCommand]:
+        return [NodeCommand(trainer, {"checkpoint": self.checkpoint})]
+
     def is_done(self, trainer: str) -> bool:
         """Whether a trainer has made its last step, with its checkpoint."""
         return bool(self._trainers[trainer].get("done"))
@@ -82,7 +103,8 @@ class RunStateMachine:
         """All that it knows, for the next scheduler; `take_up` gives it back."""
         return {
             "phase": self.phase, "draining": self.draining, "dropped": dict(self._dropped),
-            "trainers": {name: {key: status.get(key, 0) for key in ("step", "done")} for name, status in
+            "checkpoint": self.checkpoint,
+            "trainers": {name: {key: status.get(key, 0) for key in _KEPT} for name, status in
                          self._trainers.items()},
             "evaluations": {name: [each.asked, each.finished] for name, each in self._evaluations.items()},
             "open_sinks": sorted(self._open_sinks),
@@ -91,6 +113,7 @@ class RunStateMachine:
     def take_up(self, plain: Mapping[str, Any]) -> None:
         """Be where the scheduler was that wrote this."""
         self.phase, self.draining, self._dropped = plain["phase"], plain["draining"], dict(plain["dropped"])
+        self.checkpoint = plain["checkpoint"]
         self._trainers = dict(plain["trainers"])
         for name, (asked, finished) in plain["evaluations"].items():
             self._evaluations[name].asked, self._evaluations[name].finished = asked, finished
@@ -122,7 +145,7 @@ class RunStateMachine:
         commands: list[NodeCommand] = []
         if node in self._trainers:
             known = self._trainers[node]
-            furthest = {key: max(int(known.get(key, 0)), int(status.get(key, 0))) for key in ("step", "done")}
+            furthest = {key: max(int(known.get(key, 0)), int(status.get(key, 0))) for key in _KEPT}
             self._trainers[node] = {**status, **furthest}
             dropped = int(status.get("dropped", 0))
             for source in sources_of(self.graph, node):
@@ -154,6 +177,8 @@ class RunStateMachine:
             if evaluation.open and evaluation.asked is not None and node in evaluation.sources:
                 evaluate: dict[str, bool | int] = {"evaluate": evaluation.asked}
                 commands.append(NodeCommand(node, evaluate | ({"again": True} if again else {})))
+        if node in self.without_checkpoint(self.checkpoint):
+            commands += self._checkpoint(node)
         if self.draining and node in self._who_drains():
             commands.append(NodeCommand(node, {"drain": True}))
         return commands

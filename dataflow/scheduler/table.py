@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+from dataflow.folder.knob_changes import KnobChange
 from dataflow.graph import Graph
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Host
@@ -286,6 +287,8 @@ class Table:
     """Wishes of the plan, by the step from which they count."""
     last_ticket: int = 0
     swaps: Swaps = field(default_factory=Swaps)
+    changes: list[KnobChange] = field(default_factory=list)
+    """Of knobs, all that were made, in order."""
     failures: list[Failure] = field(default_factory=list)
     """Those that may count, oldest first."""
     made: int = 0
@@ -371,6 +374,7 @@ class Table:
             "failures": [[each.worker, each.attempt, each.cause, each.at] for each in self.failures],
             "progressed_at": self.progressed_at if self.made else None,
             "hosts": [host.to_plain() for host in self.hosts.values()], "swaps": self.swaps.to_plain(),
+            "changes": [asdict(each) for each in self.changes],
         }  # fmt: skip
 
     def take_up(self, plain: Mapping[str, Any]) -> None:
@@ -382,6 +386,7 @@ class Table:
         self.failures = [Failure(*each) for each in plain["failures"]]
         self.hosts = {each["facts"]["name"]: HostRecord.from_plain(each) for each in plain["hosts"]}
         self.made, self.swaps = plain["made"], Swaps.from_plain(plain["swaps"])
+        self.changes = [KnobChange(**each) for each in plain["changes"]]
         self.progressed_at = float("-inf") if plain["progressed_at"] is None else plain["progressed_at"]
         self.begun = True
 

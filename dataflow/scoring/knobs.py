@@ -13,6 +13,7 @@ from dataflow.errors import GraphError
 from dataflow.node import Traits, Transform
 from dataflow.records import ERROR, Columns, note_column
 from dataflow.scoring.signature import NOTED, Signature, read_signature, where_defined
+from dataflow.settable import RESTART, Settable, settable_parameters
 
 P = ParamSpec("P")
 T_co = TypeVar("T_co", covariant=True)
@@ -123,6 +124,14 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
                 if value != item.default:
                     shown[item.name] = value
         return shown
+
+    def settable(self) -> Mapping[str, Settable]:
+        """The function's own knobs, where they are numbers or texts."""
+        values = {**self.signature.defaults, **self.given}
+        return settable_parameters(values, getattr(self.function, "__annotations__", {}), RESTART)
+
+    def _with(self, knob: str, value: Any) -> "ScorerKnobs[P, T_co]":
+        return dataclasses.replace(self, given={**self.given, knob: value})
 
     def faults(self) -> list[str]:
         """A column that is both read and written."""

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import boundary
+from dataflow.folder import knob_changes
 from dataflow.folder.copies.parts import Copies
 from dataflow.folder.finished import Finished
+from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.ledger import BaseLedger, Ledger
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.questions import LeastReturn
@@ -35,6 +37,7 @@ from dataflow.system.log import node_log
 from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
+from dataflow.worker.changed_knobs import ChangedGraph, counts_itself
 from dataflow.worker.loop import Inlet, NodeLoop, Outlet
 from dataflow.worker.turns import Turns
 
@@ -90,6 +93,8 @@ class Settings:
     """How long it waits for others."""
     swaps: Sequence[Swap] = ()
     """Operators of this worker that took the place of those in the graph, one of a node."""
+    changes: Sequence[KnobChange] = ()
+    """Of knobs, made while the run went on, in order."""
     tries: Swap | None = None
     """For a process that only finds out whether this one could."""
 
@@ -98,6 +103,7 @@ class Settings:
         """What `to_plain` made of one."""
         values = {name: tuple(plain[name]) for name in ("rank_hosts", "rank_devices")}
         values["swaps"] = tuple(Swap(**each) for each in plain["swaps"])
+        values["changes"] = tuple(KnobChange(**each) for each in plain["changes"])
         tries = None if plain["tries"] is None else Swap(**plain["tries"])
         return cls(**{**plain, **values, "tries": tries, "limits": Limits.from_plain(plain["limits"])})
 
@@ -135,12 +141,18 @@ class NodeLoops:
         """writer_of(trainer, refresh) and reader_of(trainer, reader) open the weight plane's ends for given tensors.
         places: of the ranks, where these are spread. clock: of the operators, which stands still while the process is
         stopped."""
-        self.graph, self.plan, self.settings = graph, plan, settings
+        self.plan, self.settings = plan, settings
         self.nodes = [name for name in graph.operators if name in set(nodes)]
         self.folder = RunFolder.open(settings.folder) if settings.folder else None
         self.ledger = open_ledger(self.folder, settings) if self.folder else None
         if self.folder is not None and self.ledger is not None:
             self.folder = dataclasses.replace(self.folder, placing=self.ledger.placing)
+        self._changed = ChangedGraph(
+            declared=graph, plan=plan, changes=knob_changes.known(self.ledger, settings.changes)
+        )  # fmt: skip
+        self.graph = self._changed.now()
+        """With the knobs in force."""
+        self._counts = 0
         self.runtimes: dict[str, Runtime] = {}
         self.loops: dict[str, NodeLoop] = {}
         self.at = ""
@@ -169,7 +181,8 @@ class NodeLoops:
                 self._taking_turns[name] = turns
             in_turn = contextlib.nullcontext() if turns is None else turns.building(self.settings.limits.start_s)
             with boundary(name, "starting"), in_turn:
-                self.runtimes[name] = self.graph.operators[name].build(self._context(name))
+                operator = self._changed.knobs(self.graph, name).operator
+                self.runtimes[name] = operator.build(self._context(name))
             if turns is not None:
                 turns.built(self.runtimes[name])
         self._enter("")
@@ -196,6 +209,35 @@ class NodeLoops:
         """Put down which operators took the place of others here, before any of them does anything."""
         if self.ledger is not None and any(isinstance(self.graph.operators[node], Scorer) for node in self.nodes):
             record(self.ledger, self.nodes, self.settings.swaps)
+
+    def record_changes(self) -> None:
+        """Put down from which step on changed knobs count here, before anything is done with them."""
+        fresh = [
+            dataclasses.replace(each, step=each.asked + 1)
+            for each in self._changed.changes if not each.step and each.node in self.nodes and not counts_itself(each)
+        ]  # fmt: skip
+        knob_changes.record(self.ledger, fresh)
+
+    def change(self, changes: Sequence[KnobChange]) -> bool:
+        """Knobs were changed: let each node go by them from its next boundary on. False: all are known."""
+        if max((each.number for each in changes), default=0) <= self._changed.last:
+            return False
+        known = {each.number: each for each in self._changed.changes}
+        fresh = [known.get(each.number, each) for each in changes]
+        self._changed = dataclasses.replace(self._changed, changes=tuple(fresh))
+        self.graph = self._changed.now()
+        self.record_changes()
+        for name, runtime in self.runtimes.items():
+            with boundary(name, "changing its knobs"):
+                runtime.change(self._changed.knobs(self.graph, name))
+        return True
+
+    @property
+    def changed(self) -> int:
+        """Number of the last change that counts here."""
+        if not any(runtime.is_behind for runtime in self.runtimes.values()):
+            self._counts = self._changed.last
+        return self._counts
 
     def tell(self, node: str, message: Mapping[str, Any]) -> None:
         """Pass a word of the control on."""
@@ -283,6 +325,8 @@ class NodeLoops:
 
     def _context(self, name: str) -> Context:
         facts: dict[str, Any] = context_facts(self.graph, self.plan, name, self.settings.replica)
+        knobs = self._changed.knobs(self.graph, name)
+        facts |= {"bounds": knobs.bounds, "changes": knobs.changes}
         reads = [f for f in self.graph.feedbacks if f.reader.name == name]
         return Context(
             **facts,

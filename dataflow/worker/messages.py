@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.swaps import Swap
 from dataflow.system.messages import Codec, Plain
 
@@ -102,6 +103,8 @@ class Heartbeat:
     """Whether its loops have ended, and all they sent is acknowledged."""
     alone: bool = False
     """Whether it ends because nobody spoke to it."""
+    changed: int = 0
+    """Number of the last change of knobs that counts here; of those after it a trainer waits for its next step."""
     state: str = "running"
     turned_s: float = 0.0
     """How long the slice of work under way has lasted."""
@@ -226,6 +229,13 @@ class RetireReceivers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangeKnobs:
+    """All changes of knobs of the run so far; those that it knows are known."""
+
+    changes: Sequence[KnobChange]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Heard:
     """The answer to a heartbeat."""
 
@@ -237,8 +247,8 @@ class AskStacks:
 
 FromWorker: TypeAlias = Hello | Ready | Confirmed | Heartbeat | Stacks | Failed | Tried | Bye
 ToWorker: TypeAlias = (
-    Wire | Start | Stop | NodeCommand | Moved | Expect | SenderEnded | AddReceivers | RetireReceivers | Heard
-    | AskStacks
+    Wire | Start | Stop | NodeCommand | Moved | Expect | SenderEnded | AddReceivers | RetireReceivers | ChangeKnobs
+    | Heard | AskStacks
 )  # fmt: skip
 DECIDE_NOTHING = (Heard, AskStacks)
 """Messages from which nothing follows that the next scheduler would have to know."""
@@ -248,5 +258,5 @@ TO_SCHEDULER: Codec[FromWorker] = Codec(
 )
 TO_WORKER: Codec[ToWorker] = Codec(
     "dataflow.to-worker", 1, Wire, Moved, Start, Stop, NodeCommand, Expect, SenderEnded, AddReceivers, RetireReceivers,
-    Heard, AskStacks,
+    ChangeKnobs, Heard, AskStacks,
 )  # fmt: skip

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,14 @@ class Ports:
             ))  # fmt: skip
             addresses[edge.name] = reachable(receiver.address)
         return addresses
+
+    def grow(self, edges: Iterable[Edge]) -> None:
+        """More rows may be under way from now on, as these edges say; nowhere less."""
+        for edge in edges:
+            if edge.name in self.inlets:
+                self.inlets[edge.name].grow(self._capacity(edge))
+            if edge.name in self.outlets:
+                self.outlets[edge.name].grow(edge.most_rows)
 
     @property
     def inlets(self) -> Mapping[str, Receiver | LocalInlet]:

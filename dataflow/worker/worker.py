@@ -22,11 +22,13 @@ from dataflow.errors import DataflowError, DeadlineError
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
+from dataflow.planning.wiring import edges
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.log import log_to
 from dataflow.system.processes import machine
 from dataflow.system.security import RunKeys
 from dataflow.worker import messages, rank_host, swap_trial, weight_ports
+from dataflow.worker.changed_knobs import roomiest
 from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.link import SchedulerLink
@@ -101,7 +103,8 @@ class Worker:
         self._left_alone = left_alone or threading.Event()
         self._ends_at: float | None = None
         self._nodes = plan.workers[settings.worker]
-        self._ports = Ports(graph, plan, self._nodes, settings, clock)
+        self._graph, self._plan = graph, plan
+        self._ports = Ports(roomiest(graph, settings.changes), plan, self._nodes, settings, clock)
         self._ranks = _rank_line(settings)
         self._host = NodeLoops(
             graph, plan, self._nodes, settings,
@@ -116,6 +119,7 @@ class Worker:
         self._attempt = settings.attempt
         self._report: dict[str, messages.NodeReport] = {}
         self._depths: dict[str, tuple[int, int]] = {}
+        self._changed = 0
         self._refreshed = 0.0
         self._early: list[messages.ToWorker] = []
         self._retiring: list[messages.RetireReceivers] = []
@@ -143,6 +147,7 @@ class Worker:
         self._host.wire(self._ports.inlets, self._ports.open_outlets(self._host, wire.addresses))
         self._refresh(force=True)
         self._host.record_swaps()
+        self._host.record_changes()
         self._link.send(messages.Ready(attempt=self._attempt))
         self._wait_for(messages.Start)
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
@@ -177,7 +182,7 @@ class Worker:
             attempt=self._attempt, state=self._state, nodes=self._report, edges=self._depths, turned_s=turned_s,
             asleep_s=self._watchdog.look(turned_s, now), at=self._host.at,
             at_s=time.monotonic() - self._host.at_since, drained=self._drained, alone=self.ended_alone,
-            rss_bytes=self._process.memory_info().rss,
+            changed=self._changed, rss_bytes=self._process.memory_info().rss,
         )  # fmt: skip
 
     def _refresh(self, force: bool = False) -> None:
@@ -187,6 +192,7 @@ class Worker:
             self._refreshed = now
             self._report = {node: messages.NodeReport(**report) for node, report in self._host.report().items()}
             self._depths = self._ports.depths()
+            self._changed = self._host.changed
             self._drained = all(loop.ended for loop in self._host.loops.values()) and self._ports.drained
 
     def _hear(self) -> None:
@@ -200,6 +206,9 @@ class Worker:
                 case messages.Expect():
                     self._ports.expect(message.senders)
                     self._confirm(message.ticket)
+                case messages.ChangeKnobs():
+                    if self._host.change(message.changes):
+                        self._ports.grow(edges(roomiest(self._graph, message.changes)))
                 case messages.SenderEnded():
                     self._ports.over(message.senders)
                 case messages.Moved():

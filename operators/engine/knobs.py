@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import pyarrow as pa
+
 from dataflow.model import Model
 from dataflow.node import Generate, Traits
-from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
+from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
+from dataflow.settable import GROUP, settable
 
 WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
 """How a generator's linear layers may compute."""
@@ -21,20 +24,20 @@ class GeneratorKnobs(Generate):
     """The policy."""
     group_size: int = 8
     """Rollouts of a prompt that does not say."""
-    max_tokens: int = 256
+    max_tokens: int = settable(256, at=GROUP)
     """Most tokens of a completion."""
     segment_tokens: int = 32
     """Decode steps between two returns to the worker's loop; a rollout that has grown by so many tokens is kept in the
     run folder, and goes on from there after a crash."""
-    temperature: float = 1.0
+    temperature: float = settable(1.0, at=GROUP)
     """Divides the logits; 0: always the likeliest token."""
-    top_k: int = 0
+    top_k: int = settable(0, at=GROUP)
     """Only the k likeliest tokens; 0: all."""
-    top_p: float = 1.0
+    top_p: float = settable(1.0, at=GROUP)
     """Only the likeliest tokens that together reach this probability; 1: all."""
-    min_p: float = 0.0
+    min_p: float = settable(0.0, at=GROUP)
     """Only tokens at least this share as likely as the likeliest; 0: all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = settable(1.0, at=GROUP)
     """Tokens that occurred in prompt or completion have positive logits divided by this, negative ones multiplied;
     1: none."""
     stop: tuple[str | int, ...] = ()
@@ -93,8 +96,8 @@ class GeneratorKnobs(Generate):
         return quantized_names(self.model)
 
     def provides(self, columns: Columns) -> Columns:
-        """The prompt's columns, the rollout's and, where asked for, the sampling mask."""
-        found = super().provides(columns)
+        """The prompt's columns, the rollout's, its temperature and, where asked for, the sampling mask."""
+        found = {**super().provides(columns), TEMPERATURE: pa.float64()}
         return {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE} if self.sampling_mask else found
 
     def faults(self) -> list[str]:

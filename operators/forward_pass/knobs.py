@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import pyarrow as pa
 
 from dataflow.model import Model
-from dataflow.node import Traits, Transform
+from dataflow.node import Operator, Traits, Transform
 from dataflow.records import (
     COMPLETION,
     ERROR,
@@ -94,6 +94,10 @@ class LogprobsKnobs(ForwardKnobs):
     def traits(self) -> Traits:
         """Its temperature has to be the generator's."""
         return replace(super().traits, temperature=self.temperature)
+
+    def at_temperature(self, temperature: float) -> Operator:
+        """Of rows that say nothing else it takes log-probabilities at that one."""
+        return replace(self, temperature=temperature)
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""

@@ -18,6 +18,7 @@ from dataflow.records import (
     ERROR,
     LOGPROBS,
     MASK,
+    TEMPERATURE,
     VERSIONS,
     AnyArray,
     gather,
@@ -49,6 +50,8 @@ class _Group:
     """Version behind its newest token."""
     cost: int
     """About how many tokens it takes."""
+    temperature: float
+    """At which it was sampled; 0: as declared."""
     source: str
     batch: Batch
     """That brought it."""
@@ -113,7 +116,7 @@ class ForwardRuntime(Runtime):
             rows = records.slice(first, count)
             newest = pc.max(pc.list_flatten(rows.column(VERSIONS))).as_py()
             newest = -1 if newest is None else newest
-            group = _Group(group_id, rows, newest, _cost(rows), batch.source, batch)
+            group = _Group(group_id, rows, newest, _cost(rows), _temperature(rows), batch.source, batch)
             self._waiting.append(group)
         self._rows += records.num_rows
         self._moved = self._context.clock()
@@ -203,13 +206,13 @@ class ForwardRuntime(Runtime):
         )
 
     def _begin(self) -> _Round | None:
-        """Groups of one source that are due, the first that is and others up to a micro-batch, taken from the queue."""
+        """Groups of one source and temperature that are due, up to a micro-batch, taken from the queue."""
         known, bounds = self._known(), self._context.bounds
         chosen: list[_Group] = []
         cost = 0
         for group in self._waiting:
             source = group.source
-            if chosen and source != chosen[0].source:
+            if chosen and (source, group.temperature) != (chosen[0].source, chosen[0].temperature):
                 continue
             if not is_due(group.group_id, group.newest, known, bounds.get(source), self._own):
                 continue
@@ -242,6 +245,7 @@ class ForwardRuntime(Runtime):
             return
         flat_T = positions[packed.flat_T]
         left_T = None if asked.left_S is None else asked.left_S.take(flat_T)
+        self._reading.forward.at(current.groups[0].temperature)
         with torch.no_grad():
             (numbers_T,) = self._reading.forward.computed(packed, left_T, ()).values()
         current.numbers_S[flat_T] = numbers_T.float().cpu().numpy()
@@ -298,6 +302,12 @@ def _good(records: pa.RecordBatch) -> AnyArray:
     if place >= 0:
         good &= records.column(place).is_null().to_numpy(zero_copy_only=False)
     return good
+
+
+def _temperature(rows: pa.RecordBatch) -> float:
+    """At which a group was sampled; 0 where its rows do not say, or nothing was."""
+    place = rows.schema.get_field_index(TEMPERATURE)
+    return 0.0 if place < 0 else float(rows.column(place)[0].as_py() or 0.0)
 
 
 def _cost(rows: pa.RecordBatch) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import (
@@ -19,12 +20,14 @@ from dataflow.records import (
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
     SAMPLING_MASK,
+    TEMPERATURE,
     AnyArray,
 )
 from dataflow.runtime import Batch
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import BROKEN, STOPPED
 from operators.engine.results import EndedRollout
+from operators.generation.sampled_with import SampledWith
 
 REASONS = ("stop", "length", "error")
 """Finish reasons by the engine's codes."""
@@ -64,6 +67,13 @@ class PromptGroup:
     """Positions that this process starts, the first ones first; none: all of them."""
     begun: int = 0
     """Rollouts that this process has started."""
+    sampled: SampledWith | None = None
+    """What its rollouts are sampled with; None before it is looked at."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no rollout of it has begun, in this process or an earlier one."""
+        return not self.begun and not self.partial and not self.written_ends
 
     def start(self, count: int) -> list[int]:
         """Positions of the next rollouts that start."""
@@ -71,6 +81,18 @@ class PromptGroup:
         first = len(order) - self.unstarted
         self.unstarted -= count
         return order[first : first + count]
+
+    def sample(self, sampled: SampledWith, seed: int) -> None:
+        """Sample it with these, as it has not begun. seed: the run's."""
+        self.sampled = sampled
+        self.mark = None if self.mark is None else self.mark_of(seed)
+
+    def mark_of(self, seed: int) -> int:
+        """A checksum of what its rollouts depend on beside weights: the run's seed, how tokens are drawn, the prompt's
+        tokens. int64."""
+        prompt = np.ascontiguousarray(self.prompt, np.int64).tobytes()
+        head = f"{seed}/{self.source}/{self.group_id}/{self.sampled}/"
+        return xxhash.xxh3_64_intdigest(head.encode() + prompt) - (1 << 63)
 
     def go_on(self, found: Mapping[int, PartialRollout]) -> None:
         """Take over rollouts that an earlier process began, by position: ended ones have ended, the others go on from
@@ -145,11 +167,19 @@ def rollouts(
         COMPLETION: pa.array(_texts(rows, tokenizer, ends), pa.string()),
         FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
         ERROR: pa.array([_error(row) for row in rows], pa.string()),
+        TEMPERATURE: pa.array(
+            np.repeat([_temperature(group) for group in groups], sizes), pa.float64(), from_pandas=True
+        ),
     }
     batch = _prompt_rows(groups, sizes)
-    for name in (*ROLLOUT_COLUMNS, *((SAMPLING_MASK,) if masks else ())):
+    for name in (*ROLLOUT_COLUMNS, TEMPERATURE, *((SAMPLING_MASK,) if masks else ())):
         batch = batch.append_column(name, made[name])
     return batch
+
+
+def _temperature(group: PromptGroup) -> float:
+    """NaN: nothing was sampled."""
+    return np.nan if group.sampled is None else group.sampled.sampling.temperature
 
 
 def _error(row: EndedRollout) -> str | None:

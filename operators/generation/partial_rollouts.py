@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
 from dataflow.records import ROUND_SIZE
@@ -16,6 +15,7 @@ from dataflow.worker.host import in_flight
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
 from operators.generation.groups import PromptGroup
+from operators.generation.sampled_with import SampledWith
 
 NEVER = np.iinfo(np.int64).max // 2
 """Tokens that no rollout comes to."""
@@ -40,22 +40,32 @@ class PartialRollouts:
         self._files, self._seed, self._every, self._masks = files, seed, every, masks
         self._steps = 0
 
-    def recall(self, group: PromptGroup, may_go_on: Callable[[PartialRollout], bool]) -> None:
+    def recall(
+        self, group: PromptGroup, sampled: Sequence[SampledWith], may_go_on: Callable[[PartialRollout], bool]
+    ) -> None:
         """Let a group that is about to start begin with what is on the disk of it, unless it is of an evaluation.
 
-        may_go_on: whether a rollout that has drawn this much, or ended with it, may still be trained.
+        sampled: what groups of the run were sampled with, newest last; it goes on with what it had. may_go_on: whether
+        a rollout that has drawn this much, or ended with it, may still be trained.
         """
         files = self._files.get(group.source)
         if files is None or group.batch.records.column(ROUND_SIZE)[group.row].as_py():
             return
-        group.mark = mark_of(self._seed, group)
-        group.written = [0] * group.size
+        rows = files.find(group.group_id)
         found: dict[int, PartialRollout] = {}
-        for row in files.find(group.group_id):
-            has_masks = row.rollout.tokens.sampling_mask is not None
-            fits = row.mark == group.mark and row.position < group.size and has_masks == self._masks
-            if fits and row.position not in found and may_go_on(row.rollout):
-                found[row.position] = row.rollout
+        for group.sampled in dict.fromkeys(reversed(sampled)):
+            group.mark = group.mark_of(self._seed)
+            for row in rows:
+                has_masks = row.rollout.tokens.sampling_mask is not None
+                fits = row.mark == group.mark and row.position < group.size and has_masks == self._masks
+                if fits and row.position not in found and may_go_on(row.rollout):
+                    found[row.position] = row.rollout
+            if found:
+                break
+        else:
+            group.sampled = sampled[-1]
+            group.mark = group.mark_of(self._seed)
+        group.written = [0] * group.size
         if found:
             group.go_on(found)
             self.recalled += sum(len(rollout.tokens) for rollout in found.values())
@@ -112,9 +122,3 @@ def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> Partia
         for source in context.columns
     }  # fmt: skip
     return PartialRollouts(files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.sampling_mask)
-
-
-def mark_of(seed: int, group: PromptGroup) -> int:
-    """A checksum of what a group's rollouts depend on beside weights: the run's seed, the prompt's tokens. int64."""
-    prompt = np.ascontiguousarray(group.prompt, np.int64).tobytes()
-    return xxhash.xxh3_64_intdigest(f"{seed}/{group.source}/{group.group_id}/".encode() + prompt) - (1 << 63)

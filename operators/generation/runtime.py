@@ -13,7 +13,7 @@ from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
 from dataflow.rules.admission import Admission
 from dataflow.rules.leave import enough, leaves
 from dataflow.rules.room import prompt_room
-from dataflow.runtime import Batch, Context, Runtime
+from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from dataflow.weight_ends import WeightsIn
 from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.knobs import GeneratorKnobs
@@ -24,6 +24,7 @@ from operators.generation import groups
 from operators.generation.decode_times import DecodeTimes
 from operators.generation.groups import PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
+from operators.generation.sampled_with import SampledWith
 from operators.generation.tokenize import encode
 from operators.models.read_weights import ReadWeights
 
@@ -40,6 +41,7 @@ class GeneratorRuntime(Runtime):
     def __init__(self, declaration: GeneratorKnobs, context: Context) -> None:
         """Load model and tokenizer onto the device of `context`, and attach the weights to its plane."""
         self._declaration, self._context = declaration, context
+        self._sampled = SampledWith.over(declaration, context.changes)
         built = make_engine(declaration, context)
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._native = built.native
@@ -166,6 +168,11 @@ class GeneratorRuntime(Runtime):
         if self._partial is not None:
             self._partial.forget(source, group)
 
+    def change(self, knobs: KnobsInForce) -> None:
+        """For groups that start from now on; bounds at once."""
+        self._declaration, self._admission.bounds = knobs.operator, knobs.bounds
+        self._sampled.append(SampledWith.of(knobs.operator))
+
     def tell(self, message: Mapping[str, Any]) -> None:
         """Hears {"dropped": groups that the trainer gave up} and {"drain": whether those it takes turns with end}."""
         self._drains = bool(message.get("drain", self._drains))
@@ -218,7 +225,11 @@ class GeneratorRuntime(Runtime):
 
         def prepare(group: PromptGroup) -> None:
             if self._partial is not None and group.mark is None:
-                self._partial.recall(group, lambda rollout: self._may_go_on(group, rollout, dropped))
+                self._partial.recall(
+                    group, self._sampled, lambda rollout: self._may_go_on(group, rollout, dropped)
+                )  # fmt: skip
+            if group.sampled != self._sampled[-1] and group.is_new:
+                group.sample(self._sampled[-1], self._context.seed)
 
         def fit(group: PromptGroup, wanted: int) -> int:
             nonlocal left
@@ -265,9 +276,11 @@ class GeneratorRuntime(Runtime):
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
         key = f"{self._context.seed}/{group.source}/{group.group_id}"
+        assert group.sampled is not None, "it was prepared"
         return PromptStart(
             prompt=group.prompt,
             limit=self._limit(group),
+            sampling=group.sampled.sampling,
             tickets=tickets,
             seeds=[_seed(key, position) for position in positions],
             partial=[group.partial.pop(position, None) for position in positions],
@@ -282,7 +295,8 @@ class GeneratorRuntime(Runtime):
 
     def _limit(self, group: PromptGroup) -> int:
         """Most tokens of prompt and completion."""
-        return min(self._context_tokens, len(group.prompt) + self._declaration.max_tokens)
+        assert group.sampled is not None, "it was prepared"
+        return min(self._context_tokens, len(group.prompt) + group.sampled.max_tokens)
 
     def _out(self) -> list[Batch]:
         """One batch for each source that has complete groups; acknowledges arrivals that are done with."""

@@ -39,7 +39,7 @@ class Drops:
     ) -> None:
         """columns: that the loss reads. bound: of the rows' age, if any."""
         self._node, self._journal, self._step_prompts = context.node, journal, step_prompts
-        self._columns, self._bound = columns, bound
+        self._columns, self.bound = columns, bound
         self.reasons: dict[int, str] = {}
         """By group, of those that the ledger does not know yet."""
         self.recorded: Counter[str] = Counter()
@@ -71,11 +71,11 @@ class Drops:
             errors = [error for error in records.column(ERROR).to_pylist() if error]
             self._last_failure = self._attributed(errors[0]) if errors else self._valueless(records)
             return "failed" if errors else "skipped"
-        if self._bound is not None:
+        if self.bound is not None:
             if newest_versions(records.column(VERSIONS)).max() > step:
                 return ABANDONED
             oldest = oldest_versions(records.column(VERSIONS))[good]
-            if sweep(oldest, step, self._bound.max_staleness).any():
+            if sweep(oldest, step, self.bound.max_staleness).any():
                 return "stale"
         self._in_a_row.clear()
         self._silent = self._scores

@@ -1,16 +1,18 @@
 """A trainer's knobs, and what can be wrong with them: what its runtime reads of it; imports no torch."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dataflow.model import Model
-from dataflow.node import Learn, Traits
+from dataflow.node import Learn, Operator, Traits
 from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
+from dataflow.settable import STEP, Settable, settable, settable_parameters
 from operators.losses import aipo
 from operators.training.learner.loss_function import WITH_GRADIENT, LossFunction, read_loss
 from operators.training.learner.schedule import SCHEDULES
@@ -33,13 +35,13 @@ class TrainerKnobs(Learn):
     """See operators.losses; give knobs with functools.partial."""
     prompts_per_step: int = 32
     """Groups that one optimiser step trains."""
-    lr: float = 1e-5
+    lr: float = settable(1e-5, at=STEP)
     """Learning rate of AdamW, after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's two moments."""
     eps: float = 1e-8
     """Added to AdamW's denominator."""
-    weight_decay: float = 0.0
+    weight_decay: float = settable(0.0, at=STEP)
     """Of matrices; vectors are not decayed."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0."""
@@ -47,9 +49,9 @@ class TrainerKnobs(Learn):
     """What it does afterwards: constant, linear or cosine, down to `min_lr` at `decay_steps`."""
     decay_steps: int | None = None
     """Steps, the warm-up included, until it is at `min_lr`; None: the run's, or what its prompts suffice for."""
-    min_lr: float = 0.0
+    min_lr: float = settable(0.0, at=STEP)
     """Where it ends, unless it is constant."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = settable(1.0, at=STEP)
     """Gradients above this norm are scaled down to it; inf: never."""
     normalize: str = "tokens"
     """What the summed loss of a step is divided by: its trained tokens, its rollouts, or (rollout_means) its
@@ -78,7 +80,7 @@ class TrainerKnobs(Learn):
     an update waits until those who are taking them have them; None: copies only where nodes take turns on devices,
     where `offload` moves weights, and where what changed is sent. A trainer of one rank, whose readers on its machine
     compute in memory that it writes, has no other copy."""
-    checkpoint_every: int | None = None
+    checkpoint_every: int | None = settable(None, at=STEP)
     """Steps between checkpoints that stay; the last step is always kept."""
     recover_within_s: float = 60.0
     """Seconds of steps after which a checkpoint to recover from is left, beside those of `checkpoint_every`; it goes
@@ -114,6 +116,26 @@ class TrainerKnobs(Learn):
             inside = ", ".join(f"{knob}={value!r}" for knob, value in given.items())
             shown["loss"] = f"{self.loss_function.name}({inside})" if inside else self.loss_function.name
         return shown
+
+    def settable(self) -> Mapping[str, Settable]:
+        """Its own that may change, and the loss's."""
+        return {**self.settable_of_loss(), **super().settable()}
+
+    def settable_of_loss(self) -> Mapping[str, Settable]:
+        """The loss's knobs that are numbers or texts, but for names of its own."""
+        loss, own = self.loss_function, super().settable()
+        known = getattr(getattr(loss.call, "func", loss.call), "__annotations__", {})
+        found = settable_parameters(loss.knobs, known, STEP)
+        return {name: each for name, each in found.items() if name not in own}
+
+    def _with(self, knob: str, value: Any) -> Operator:
+        if knob in super().settable():
+            return super()._with(knob, value)
+        return replace(self, loss=functools.partial(self.loss, **{knob: value}))
+
+    def at_temperature(self, temperature: float) -> Operator:
+        """Of rows that say nothing else it takes log-probabilities at that one."""
+        return replace(self, temperature=temperature)
 
     def reads(self) -> Mapping[str, Any]:
         """The rollout's columns and those that the loss names."""

@@ -15,6 +15,7 @@ import torch
 
 from dataflow.errors import GraphError, RunError, nearest
 from dataflow.folder.checkpoints import Checkpoints
+from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.history.replay import ReplayScript
 from dataflow.runtime import Context
@@ -47,7 +48,8 @@ def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[s
         learner.everywhere(checkpoint.restore, folder=script.checkpoint)
     last = script.steps[-1].step
     context = Context(node=script.node, seed=script.seed, steps=last, threads=script.threads, device=script.device)
-    making = StepMaker(trainer, context, learner, script.start)
+    knobs = KnobsByStep(trainer, () if script.loss else script.changes)
+    making = StepMaker(trainer, context, learner, script.start, knobs)
     for step in script.steps:
         yield _make(making, step, script.read(step))
     if script.out is not None:

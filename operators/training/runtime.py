@@ -9,11 +9,11 @@ import pyarrow.compute as pc
 import torch
 
 from dataflow.errors import GraphError, Unusable
+from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
-from dataflow.model import Model
 from dataflow.records import GROUP_ID, MASK
 from dataflow.rules.room import queue_prompts, row_room
-from dataflow.runtime import Batch, Context, Runtime
+from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from operators.training.catch_up import CatchUp
 from operators.training.checkpoints import checkpoint
 from operators.training.checkpoints.resuming import find_start
@@ -22,10 +22,11 @@ from operators.training.drops import Drops, recorded_drops
 from operators.training.journal import TOO_FEW, Journal, expected
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import refreshed
-from operators.training.learner.build import check_gradients, make_learner
+from operators.training.learner.build import check_gradients
 from operators.training.learner.learner import Learner
 from operators.training.metrics import StepPace, step_metrics
 from operators.training.offers import Offers
+from operators.training.rank_learner import learner_on_ranks
 from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 from operators.training.steps import StepMaker
 
@@ -58,7 +59,8 @@ class TrainerRuntime(Runtime):
         told: the metrics of the last committed step."""
         self._trainer, self._context, self._learner = trainer, context, learner
         self._source = _only_source(context)
-        self._making = StepMaker(trainer, context, learner, start)
+        self._knobs = KnobsByStep(trainer, context.changes, context.ledger)
+        self._making = StepMaker(trainer, context, learner, start, self._knobs)
         self._journal = Journal(context, self._source)
         debt = Debt(trainer.recover_within_s)
         self._saver = CheckpointSaver(context, learner, tokenizer, start, debt, trainer.checkpoint_every)
@@ -66,7 +68,8 @@ class TrainerRuntime(Runtime):
         self._buffer = ReorderBuffer()
         self._early: list[Batch] = []
         """Came before it had caught up."""
-        self._bound = context.bounds.get(self._source)
+        self._declared = context.bounds.get(self._source)
+        self._bound = self._knobs.bound(start + 1, self._declared)
         self._group_rows = 1
         self._groups: list[QueuedGroup] = []
         """Of the step under way."""
@@ -98,7 +101,7 @@ class TrainerRuntime(Runtime):
         check_gradients(context.node)
         torch.set_num_threads(context.threads)
         start = find_start(trainer.model, context)
-        learner, context = _learner(trainer, start.model, context)
+        learner, context = learner_on_ranks(trainer, start.model, context)
         for refresh in context.refreshers:
             given: dict[str, Any] = {"step": start.step, "dtype": trainer.model.dtype}
             learner.everywhere(refreshed.add, every=refresh.every, decay=refresh.decay, **given)
@@ -141,6 +144,7 @@ class TrainerRuntime(Runtime):
         if self._done:
             return [] if self._saver.wait_for_copies() else None
         if self._making.rows is None and self._behind is None:
+            self._between_steps()
             self._collect()
         if not self._awake or not self._has_work:
             return None
@@ -184,11 +188,22 @@ class TrainerRuntime(Runtime):
         self._awake = True
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """{"drain": True}: end the step under way, keep a checkpoint, end. {"end": True}: no group comes."""
+        """{"drain": True}: end the step under way, keep a checkpoint, end. {"end": True}: no group comes.
+        {"checkpoint": n}: keep one after the step under way, the n-th that somebody has asked for."""
+        self._saver.asked = max(self._saver.asked, int(message.get("checkpoint", 0)))
         if message.get("drain"):
             self._ending = "drain"
         elif message.get("end"):
             self._ending = self._ending or "end"
+
+    def change(self, knobs: KnobsInForce) -> None:
+        """From the next step on that is begun."""
+        self._knobs.hear(knobs.changes)
+
+    @property
+    def is_behind(self) -> bool:
+        """Until that step, which a trainer that has made its last does not begin."""
+        return self._knobs.is_behind and not self._done
 
     def status(self) -> dict[str, float | int | str]:
         """Step, version, groups waiting, groups dropped, the last loss, the newest good checkpoint, and `done`.
@@ -206,6 +221,8 @@ class TrainerRuntime(Runtime):
             "loss": self._loss,
             "skipped_steps": self._skipped_steps,
             "checkpoint": self._saver.kept_step,
+            "asked_checkpoint": self._saver.answered,
+            "asked_step": self._saver.asked_step,
         }
         if self._behind is not None:
             found |= {"catching_up": self._behind.left, "taken_back": self._behind.taken_back}
@@ -273,6 +290,16 @@ class TrainerRuntime(Runtime):
             else:
                 self._drop([group], reason)
                 self._drops.check()
+
+    def _between_steps(self) -> None:
+        """What was asked for since the last step began: other knobs for the next, a checkpoint of the last."""
+        step, knobs = self._making.step, self._knobs
+        if knobs.is_behind:
+            taken = knobs.take(step + 1, self._declared)
+            self._context.log.info("knobs changed", node=self._context.node, now=[str(each) for each in taken])
+        self._bound = self._drops.bound = knobs.bound(step + 1, self._declared)
+        self._saver.every = knobs.at(step + 1).checkpoint_every
+        self._saver.keep_asked(step)
 
     def _begin_step(self) -> None:
         pace = self._making.pace
@@ -362,19 +389,6 @@ class TrainerRuntime(Runtime):
         be published. One that takes turns does so at their end."""
         if self._context.aside is None:
             self._making.rest(weights=not self._offers.is_pending and not self._buffer.is_ready)
-
-
-def _learner(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[Learner, Context]:
-    """The learner of one rank, or of several; and the context, whose weight plane then takes what each rank has."""
-    if context.ranks == 1:
-        learner = make_learner(
-            trainer, model, node=context.node, device=context.device, seed=context.seed, aside=context.aside
-        )
-        learner.settle_s = context.limits.settle_s
-        return learner, context
-    from operators.training.parallel.launch import led
-
-    return led(trainer, model, context)
 
 
 def _only_source(context: Context) -> str:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dataflow.errors import GraphError
+from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.runtime import Context
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import memory, refreshed
 from operators.training.learner.learner import Learner, StepOutcome
+from operators.training.learner.live_knobs import take_knobs, told
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows, step_rows
 from operators.training.learner.schedule import learning_rate
@@ -24,12 +26,22 @@ class StepMaker:
     The same rows on the same weights give the same weights, bit for bit on a CPU: nothing else is read.
     """
 
-    def __init__(self, trainer: TrainerKnobs, context: Context, learner: Learner, step: int) -> None:
-        """step: steps behind the weights that `learner` has. GraphError where the schedule has no end."""
+    def __init__(
+        self,
+        trainer: TrainerKnobs,
+        context: Context,
+        learner: Learner,
+        step: int,
+        knobs: KnobsByStep[TrainerKnobs] | None = None,
+    ) -> None:
+        """step: steps behind the weights that `learner` has. knobs: of each step, where they were changed; None: they
+        are the trainer's. GraphError where the schedule has no end."""
         self.learner, self.step = learner, step
+        self.knobs = knobs or KnobsByStep(trainer, ())
         self.rows: StepRows | None = None
         """Of the step under way."""
         self._trainer, self._clock = trainer, context.clock
+        """The trainer with the knobs that its learner goes by."""
         self._decay_steps = _decay_steps(trainer, context)
         self._parts: list[Array] = []
         self.seconds = 0.0
@@ -46,7 +58,7 @@ class StepMaker:
     @property
     def rate(self) -> float:
         """The learning rate of the next update."""
-        trainer = self._trainer
+        trainer = self.knobs.at(self.step + 1)
         return learning_rate(
             self.step + 1, trainer.lr, warmup_steps=trainer.warmup_steps, schedule=trainer.schedule,
             decay_steps=self._decay_steps, min_lr=trainer.min_lr,
@@ -55,6 +67,7 @@ class StepMaker:
     def begin(self, groups: Sequence[pa.RecordBatch]) -> None:
         """Start the next step, of these groups. RecordError as `step_rows`."""
         began = self._clock()
+        self._take_knobs(self.knobs.at(self.step + 1))
         self.rows = step_rows(groups, self.learner.loss.columns)
         self.bring()
         self._parts = self.learner.begin(self.rows, self.step)
@@ -90,6 +103,12 @@ class StepMaker:
         if self.learner.parked is not None:
             self.learner.unread()
             self.learner.everywhere(memory.rest, weights=weights)
+
+    def _take_knobs(self, trainer: TrainerKnobs) -> None:
+        """Let the learners of all ranks go by other knobs."""
+        before, self._trainer = told(self._trainer), trainer
+        if (now := told(trainer)) != before:
+            self.learner.everywhere(take_knobs, **now)
 
     def _add(self, stage: str, began: float) -> None:
         seconds = self._clock() - began

@@ -3,10 +3,11 @@
 import subprocess
 import sys
 
+import pyarrow as pa
 import pytest
 
 from dataflow.model import Model
-from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS
+from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, TEMPERATURE
 from operators.generator import Generator
 
 MODEL = Model("somewhere/policy")
@@ -45,7 +46,8 @@ def test_a_knob_that_cannot_be_right_is_named_with_a_way_out(knob, value):
 
 def test_it_adds_the_rollout_columns_and_shows_its_knobs():
     generator = Generator(MODEL, group_size=4, top_p=0.9)
-    assert dict(generator.provides(PROMPT_COLUMNS)) == {**PROMPT_COLUMNS, **ROLLOUT_COLUMNS}
+    made = {**PROMPT_COLUMNS, **ROLLOUT_COLUMNS, TEMPERATURE: pa.float64()}
+    assert dict(generator.provides(PROMPT_COLUMNS)) == made
     assert generator.rollouts_per_prompt == 4
     assert generator.reads() == {"prompt": str}
     assert generator.knobs()["top_p"] == 0.9

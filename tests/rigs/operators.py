@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dataflow.node import Operator, Sink
-from dataflow.runtime import Batch, Context, Runtime
+from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 
 O = TypeVar("O", bound=Operator)  # noqa: E741
 
@@ -37,6 +37,13 @@ class Around(Runtime):
 
     def tell(self, message: Mapping[str, Any]) -> None:
         self.inner.tell(message)
+
+    def change(self, knobs: KnobsInForce) -> None:
+        self.inner.change(knobs)
+
+    @property
+    def is_behind(self) -> bool:
+        return self.inner.is_behind
 
     def status(self) -> dict[str, float | int | str]:
         return self.inner.status()

@@ -138,6 +138,11 @@ class Inbox:
         self._senders = senders
         return self._announce()
 
+    def grow(self, rows: int) -> Replies:
+        """Hold so many rows, where that is more."""
+        self.capacity = self.capacity.most(Credit(rows=rows, bytes=1))
+        return self._announce()
+
     def hello(self, connection: ConnectionId, message: Hello) -> Replies:
         """A sender tells where it stands: it gets its window and hears what arrived of it."""
         peer = self._peers.get(message.sender)

@@ -32,6 +32,10 @@ class LocalInlet:
         """By number of a batch: what it takes, who hears of its rows, and those that are not acknowledged."""
         self._next = 0
 
+    def grow(self, capacity_rows: int) -> None:
+        """As `Receiver.grow`."""
+        self.capacity = self.capacity.most(Credit(rows=capacity_rows, bytes=1))
+
     @property
     def depth(self) -> tuple[int, int]:
         """Rows that are not acknowledged, delivered or not; and bytes of the batches that have any."""
@@ -94,6 +98,11 @@ class LocalOutlet:
         """most_rows: that may be unacknowledged; a larger batch travels alone."""
         self._inlet, self._most_rows = inlet, most_rows
         self._encoder = frames.BatchEncoder(inlet.schema)
+
+    def grow(self, most_rows: int | None) -> None:
+        """As `Sender.grow`."""
+        if self._most_rows is not None and most_rows is not None:
+            self._most_rows = max(self._most_rows, most_rows)
 
     @property
     def unacknowledged(self) -> int:

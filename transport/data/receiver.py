@@ -164,6 +164,10 @@ class Receiver:
             )
         self._reply(self._inbox.expect(senders))
 
+    def grow(self, capacity_rows: int) -> None:
+        """Hold so many rows from now on, where that is more; the senders hear of it."""
+        self._reply(self._inbox.grow(capacity_rows))
+
     def over(self, sender: str) -> None:
         """A sender whose stream an earlier incarnation of this receiver had to its end counts as ended here.
 

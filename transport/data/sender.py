@@ -102,6 +102,11 @@ class Sender:
         room = max(peer.outbox.room() for peer in self._staying())
         return room if self._most_rows is None else max(0, min(room, self._most_rows - self._rows()))
 
+    def grow(self, most_rows: int | None) -> None:
+        """So many rows may be unacknowledged from now on, where that is more."""
+        if self._most_rows is not None and most_rows is not None:
+            self._most_rows = max(self._most_rows, most_rows)
+
     def send(self, batch: pa.RecordBatch, acked: Callable[[Iterable[int]], None] = lambda rows: None) -> bool:
         """Take a batch; False when there is no credit: then nothing was taken, and the caller keeps it.
 

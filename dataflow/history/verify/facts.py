@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dataflow.folder.faults import STOPPED, read_faults
+from dataflow.folder.knob_changes import KnobChange, recorded
 from dataflow.folder.ledger import reads
 from dataflow.folder.ledger.places import places
 from dataflow.folder.ledger.schema import check_schema, connect, snapshot
@@ -106,6 +107,8 @@ class VerifyFacts:
     """What the run says of itself."""
     not_kept: Mapping[str, int]
     """By node, the last step whose file of rollouts may have been removed."""
+    changes: Sequence[KnobChange] = ()
+    """Of knobs, made while the run went on, in order."""
     places: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By path in the run folder, the hosts that have it, where that is not this folder alone."""
 
@@ -163,7 +166,7 @@ def read_facts(folder: RunFolder, findings: Findings) -> VerifyFacts:
         sinks.setdefault(node, SinkRows())
     return VerifyFacts(
         folder=folder, groups=groups, sinks=sinks, metrics=metrics, max_staleness=bounds, config=config,
-        not_kept=not_kept(said), places=lie,
+        not_kept=not_kept(said), places=lie, changes=recorded(said),
     )  # fmt: skip
 
 

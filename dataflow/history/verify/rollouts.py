@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dataflow.folder.knob_changes import bound_at
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger.calls import some
 from dataflow.folder.ledger.places import HOME, holders
@@ -36,7 +37,8 @@ def judge_steps(facts: VerifyFacts, node: str, sink: SinkRows, findings: Finding
             ages = (step - 1) - chosen
             largest = max(largest or 0, int(ages.max()))
             if bound is not None:
-                _in_time(node, step, int(ages.max()), found.newest, bound, findings)
+                held = bound_at(facts.changes, node, step, bound)
+                _in_time(node, step, int(ages.max()), found.newest, held, findings)
     for source, files in standing.items():
         _once(source, files, findings)
     _uncommitted(folder, node, sink, findings)

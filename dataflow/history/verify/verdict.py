@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from dataflow.errors import DataflowError
+from dataflow.folder.epochs import read_epochs
+from dataflow.folder.knob_changes import MAX_STALENESS
 from dataflow.folder.ledger.calls import some
 from dataflow.folder.ledger.reads import OutcomeCounts
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import read_swaps
 from dataflow.history.verify.facts import (
     NO_STEP,
     Findings,
@@ -82,8 +83,8 @@ def verify(run_path: str | Path) -> Verdict:
         return Verdict(faults=[*findings.faults, str(error)], notes=findings.notes, summary="")
     note_the_past(facts, findings)
     note_who_leads(folder, findings)
-    for swap in read_swaps(folder):
-        findings.note(f"swapped: {swap}")
+    for epoch in read_epochs(folder):
+        findings.note(f"{epoch.verb}: {epoch}")
     _groups_are_contiguous(facts, findings)
     parts = [_judge_trainer(facts, node, sink, findings) for node, sink in facts.trainers()]
     parts += [_judge_evaluation(facts, node, sink, findings) for node, sink in facts.evaluations()]
@@ -109,7 +110,8 @@ def _judge_trainer(facts: VerifyFacts, node: str, sink: SinkRows, findings: Find
     age = f"; max staleness {largest or 0}"
     if node in facts.max_staleness:
         bound = facts.max_staleness[node]
-        age = "" if bound is None else f"{age} of {bound}"
+        bounds = [bound, *(each.value for each in facts.changes if each.knob == MAX_STALENESS and each.trainer == node)]
+        age = "" if bound is None else f"{age} of {', then '.join(map(str, bounds))}"
     return f"{name}{counts}; {len(sink.steps)} steps{age}"
 
 

@@ -125,7 +125,7 @@ const takesWeights = name => graph.edges.some(edge => edge.plane === 'weights' &
 function pick(name) {
   picked = picked === name ? null : name;
   const declared = graph.nodes.find(node => node.name === picked);
-  told(picked && {name: picked, swaps: declared.kind === 'operator' && !takesWeights(picked), replicas: now?.nodes.find(each => each.name === picked)?.replicas});
+  told(picked && {name: picked, knobs: graph.settable?.[picked], swaps: declared.kind === 'operator' && !takesWeights(picked), replicas: now?.nodes.find(each => each.name === picked)?.replicas});
   for (const [other, part] of parts) {
     part.element.classList.toggle('picked', other === picked);
     part.element.setAttribute('aria-pressed', String(other === picked));

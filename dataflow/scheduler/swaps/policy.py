@@ -60,7 +60,7 @@ def begin(table: Table, swap: Swap, now: float) -> list[Command]:
     record = worker_of(table, swap.node)
     table.swaps.made = [*latest(table.swaps.made), swap]
     table.swaps.worker, table.swaps.taken_back = record.name, ""
-    return _end(record, now)
+    return end(record, now)
 
 
 def failed(table: Table, record: WorkerRecord, message: Failed, now: float) -> list[Command] | None:
@@ -69,7 +69,7 @@ def failed(table: Table, record: WorkerRecord, message: Failed, now: float) -> l
         return None
     swap = table.swaps.made.pop()
     table.swaps.taken_back = f"'{record.name}' could not start with '{swap.reference}': {message.message}"
-    return _end(record, now)
+    return end(record, now)
 
 
 def ready(table: Table, record: WorkerRecord) -> list[Command]:
@@ -87,7 +87,8 @@ def told(swap: Swap) -> str:
     return f"'{swap.node}' is '{swap.reference}' from now on (sha256 {swap.digest[:12]}), after step {swap.step}"
 
 
-def _end(record: WorkerRecord, now: float) -> list[Command]:
+def end(record: WorkerRecord, now: float) -> list[Command]:
+    """Its worker starts again, as what it runs is another from then on."""
     if not record.has_process:
         return []
     record.die(CAUSE, now)

@@ -51,6 +51,7 @@ def follow(
         while not isinstance(message := next_message(channel, rank, parent, wait_s), Close):
             with named(channel, rank, parent, type(message).__name__.lower(), watch), torch.no_grad():
                 if isinstance(message, Compute):
+                    reading.forward.at(message.temperature)
                     reading.forward.computed(*message.given)
                 elif not (followed(message, channel, end) or memory.followed(message, channel, watch)):
                     raise RunError(f"rank {rank} was told {message!r:.200}, which it does not know")

@@ -29,12 +29,18 @@ class LedForward:
         self.module: Any = own.module
         self._own, self.ranks = own, exchange
         self._passes = 0
+        self._temperature = 0.0
+
+    def at(self, temperature: float) -> None:
+        """As the forward's, on all ranks."""
+        self._temperature = temperature
+        self._own.at(temperature)
 
     def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """As the forward's, on all ranks. Raises WorkerDied or DeadlineError when a rank does not take part."""
         self._passes += 1
         with self.ranks.together(f"pass {self._passes}"):
-            self.ranks.tell(Compute.of(packed, left_T, wanted))
+            self.ranks.tell(Compute.of(packed, left_T, wanted, self._temperature))
             return self._own.computed(packed, left_T, wanted)
 
     def close(self) -> None:

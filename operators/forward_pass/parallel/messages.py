@@ -32,9 +32,11 @@ class Compute:
     left: tuple[Numbers, Numbers] | None
     """Ids and offsets of a `SamplingMask`."""
     wanted: tuple[str, ...]
+    temperature: float
+    """As `Forward.at` takes it."""
 
     @classmethod
-    def of(cls, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> Compute:
+    def of(cls, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str], temperature: float) -> Compute:
         """The message of a call of `Forward.computed`."""
         names = [field.name for field in fields(TokenTree) if field.name != "buckets"]
         return cls(
@@ -43,6 +45,7 @@ class Compute:
             tuple(bucket.shape[1] for bucket in packed.buckets),
             None if left_T is None else (Numbers.of(left_T.ids), Numbers.of(left_T.offsets)),
             tuple(wanted),
+            temperature,
         )
 
     @property

@@ -80,6 +80,14 @@ class CheckpointSaver:
     """Steps between those that stay."""
     copier: CheckpointCopier | None = None
     """Takes committed checkpoints to the run's address, where it has one."""
+    asked: int = 0
+    """The number of the last checkpoint that somebody has asked for."""
+    answered: int = 0
+    """That of the last which was written, or that could not be."""
+    _taken: int = 0
+    """That of the last which was begun."""
+    asked_step: int = 0
+    """Of which step that is."""
     _finished_at: float | None = None
     """When the last checkpoint was written."""
     _background: Background = field(default_factory=lambda: Background("the checkpoint being written"))
@@ -104,18 +112,42 @@ class CheckpointSaver:
         except (RunFolderError, LedgerError) as error:
             self._warn(step, error)
 
+    def keep_asked(self, step: int) -> None:
+        """Between two steps: begin the checkpoint of the last one, where somebody has asked for one; it stays."""
+        if self._taken == self.asked or not step:
+            return
+        self._taken, self.asked_step = self.asked, step
+        try:
+            if self._writing is None or self._writing.step != step:
+                self._begin(step, is_temporary=False)
+        except (RunFolderError, LedgerError) as error:
+            self._warn(step, error)
+        self._answer()
+
+    def _answer(self) -> None:
+        """Say that what was asked for is done, once nothing is being written any more."""
+        if self._taken == self.answered or self._writing is not None:
+            return
+        if self.kept_step == self.asked_step:
+            self._stay(self.asked_step)
+        self.answered = self._taken
+
     def finish(self, step: int) -> None:
         """Keep the last step and wait until all is written. Raises what went wrong with it."""
         if self._writing is None or self._writing.step != step:
             self._begin(step, is_temporary=False)
         self._written(self.context.limits.checkpoint_s)
+        self._stay(step)
+        self._finished_at = time.monotonic()
+
+    def _stay(self, step: int) -> None:
+        """Let a checkpoint stay that was written to recover from."""
         if self.context.folder is not None and step:
             checkpoints = self.context.folder.checkpoints_of(self.context.own_folder)
             if checkpoints.keep(step):
                 self._record(step, checkpoints.folder(step))
                 if self.copier is not None:
                     self.copier.add(step, is_temporary=False)
-        self._finished_at = time.monotonic()
 
     def note(self) -> None:
         """Tell the ledger of a checkpoint that is written by now, or warn of one that could not be. Errors: Unusable
@@ -222,6 +254,7 @@ class CheckpointSaver:
             self._written(deadline_s)
         except (RunFolderError, LedgerError) as error:
             self._warn(step, error)
+        self._answer()
 
     def _written(self, deadline_s: float) -> None:
         """Wait for the checkpoint being written, and tell the ledger of it. Raises what went wrong with it."""

@@ -45,6 +45,9 @@ class Critic:
         if packed is None or packed:
             self.packs = switch_to_packed(module, self._probed, must=bool(packed))
 
+    def at(self, temperature: float) -> None:
+        """Values have none."""
+
     def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """`new_values`; truncation has no part in them."""
         return {"new_values": self.values(packed)}

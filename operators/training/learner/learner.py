@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataflow.errors import Unusable
 from dataflow.limits import Limits
-from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, VALUES, gather
+from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, TEMPERATURE, VALUES, gather
 from dataflow.staleness import NO_TOKEN
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.weight_ends import WeightsOut
@@ -24,7 +24,7 @@ from operators.training.learner.memory import OffloadedLearner
 from operators.training.learner.nonfinite import NotFinite, not_finite
 from operators.training.learner.packing import Array, TokenTree, pack, split
 from operators.training.learner.refreshed import Refreshed, settle
-from operators.training.learner.rows import StepRows, whitened
+from operators.training.learner.rows import StepRows, by_temperature, whitened
 from operators.training.learner.together import Alone, Together
 from operators.training.learner.zero_advantage import vanishes_without_advantage
 
@@ -64,6 +64,9 @@ class Forward(Protocol):
     """A model as a learner sees it: `Policy`, or a critic."""
 
     module: Any
+
+    def at(self, temperature: float) -> None:
+        """Compute log-probabilities at this temperature; as declared where it is none above 0."""
 
     def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """What the loss wants of `loss_function.WITH_GRADIENT`, each [T], and `new_logprobs` or `new_values` always."""
@@ -111,8 +114,13 @@ class Learner:
         self.parameters = {
             name: weight for name, weight in self.forward.module.named_parameters() if weight.requires_grad
         }
-        if self.skip_zero_advantage:
-            self.skip_zero_advantage = vanishes_without_advantage(self.loss)
+        self._may_skip = self.skip_zero_advantage
+        self.take_loss(self.loss)
+
+    def take_loss(self, loss: LossFunction) -> None:
+        """Compute this loss from the next step on."""
+        self.loss = loss
+        self.skip_zero_advantage = self._may_skip and vanishes_without_advantage(loss)
 
     def begin(self, rows: StepRows, version: int) -> list[Array]:
         """Start a step; the micro-batches to hand to `micro`, as indices of rollouts.
@@ -122,12 +130,15 @@ class Learner:
         self.open(step.rows, step.scale_R, version)
         if not len(step.computed):
             return []
-        positions, offsets = gather(step.rows.offsets, step.computed)
-        parts = split(
-            step.rows.tokens.ids[positions], offsets, step.rows.groups_R[step.computed], self.micro_batch_tokens,
-            whole=self.needs_groups,
-        )  # fmt: skip
-        return [step.computed[part] for part in parts]
+        found: list[Array] = []
+        for alike in by_temperature(step.rows, step.computed):
+            positions, offsets = gather(step.rows.offsets, alike)
+            parts = split(
+                step.rows.tokens.ids[positions], offsets, step.rows.groups_R[alike], self.micro_batch_tokens,
+                whole=self.needs_groups,
+            )  # fmt: skip
+            found += [alike[part] for part in parts]
+        return found
 
     @property
     def module(self) -> Any:
@@ -177,6 +188,8 @@ class Learner:
         if not len(part):
             self._idle()
             return
+        if TEMPERATURE in rows.columns_R:
+            self.forward.at(float(rows.columns_R[TEMPERATURE][part[0]]))
         positions, offsets = gather(rows.offsets, part)
         packed = pack(rows.tokens.ids[positions], rows.tokens.mask[positions], offsets)
         self._nodes += packed.nodes

@@ -42,7 +42,7 @@ class Policy:
         probe shows that the model's log-probabilities stay what they were.
         """
         self.module = module
-        self.temperature = temperature
+        self.temperature = self._declared = temperature
         self._device = next(module.parameters()).device
         self._compute = compute
         self._vocabulary = int(module.config.get_text_config().vocab_size)
@@ -51,6 +51,10 @@ class Policy:
         if packed is None or packed:
             self.packs = switch_to_packed(module, self._probed, must=bool(packed))
         self._head = self._proved_head()
+
+    def at(self, temperature: float) -> None:
+        """As `Forward` has it."""
+        self.temperature = temperature if temperature > 0 else self._declared
 
     @property
     def slices(self) -> bool:

@@ -29,7 +29,7 @@ class StepRows:
     oldest_R: AnyArray
     """Version behind its oldest token; staleness.NO_TOKEN where the policy chose none."""
     columns_R: dict[str, AnyArray]
-    """Columns of the loss with one number per rollout."""
+    """Columns of the loss with one number per rollout, and the temperature of each where rows say it."""
     columns_S: dict[str, AnyArray]
     """Columns of the loss with one number per token, but those of `tokens`."""
 
@@ -113,6 +113,8 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
             columns_S[name] = per_token(table, name, offsets)
         else:
             columns_R[name] = column.to_numpy(zero_copy_only=False)
+    if records.TEMPERATURE in table.column_names:
+        columns_R[records.TEMPERATURE] = one_chunk(table, records.TEMPERATURE).to_numpy(zero_copy_only=False)
     return StepRows(
         tokens=tokens,
         offsets=offsets,
@@ -122,6 +124,15 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
         columns_R=columns_R,
         columns_S=columns_S,
     )
+
+
+def by_temperature(rows: StepRows, rollouts: AnyArray) -> list[AnyArray]:
+    """Some of the rollouts, those that were sampled at the same temperature together: micro-batches never mix them."""
+    values = rows.columns_R.get(records.TEMPERATURE)
+    if values is None or not len(rollouts):
+        return [rollouts]
+    kinds, at = np.unique(values[rollouts], return_inverse=True)
+    return [rollouts[at == kind] for kind in range(len(kinds))]
 
 
 def whitened(rows: StepRows) -> StepRows:

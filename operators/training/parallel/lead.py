@@ -18,7 +18,7 @@ from operators.training.learner import memory
 from operators.training.learner.learner import Learner, Prepared, StepOutcome
 from operators.training.learner.nonfinite import NotFinite
 from operators.training.learner.packing import Array
-from operators.training.learner.rows import StepRows
+from operators.training.learner.rows import StepRows, by_temperature
 from operators.training.parallel.dealing import deal
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, data_rank, placed
 from operators.training.parallel.messages import (
@@ -139,7 +139,13 @@ def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare
     rows = chosen(step.rows, step.computed)
     scale_R = step.scale_R[step.computed]
     shares = []
-    for parts in deal(rows.tokens.ids, rows.offsets, rows.groups_R, ranks, limit, whole=whole):
+    of_ranks: list[list[Array]] = [[] for _ in range(ranks)]
+    for alike in by_temperature(rows, np.arange(rows.rollouts)):
+        some = rows if len(alike) == rows.rollouts else chosen(rows, alike)
+        found = deal(some.tokens.ids, some.offsets, some.groups_R, ranks, limit, whole=whole)
+        for of_rank, parts in zip(of_ranks, found, strict=True):
+            of_rank += [alike[part] for part in parts]
+    for parts in of_ranks:
         rollouts = np.concatenate([np.zeros(0, np.int64), *parts])
         shares.append(RankShare(chosen(rows, rollouts), scale_R[rollouts], in_order([len(part) for part in parts])))
     return shares

@@ -79,6 +79,11 @@ class Sharded:
                 each.reshard()
         return forward
 
+    def at(self, temperature: float) -> None:
+        """As the forward's."""
+        assert self._forward is not None, "it was said how it computes"
+        self._forward.at(temperature)
+
     def computed(self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]) -> dict[str, Tensor]:
         """As the forward's."""
         assert self._forward is not None, "it was said how it computes"

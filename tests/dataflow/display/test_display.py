@@ -68,7 +68,7 @@ SNAPSHOT = Snapshot(
 SUMMARY = Summary(
     faults=tuple(f"generator-{number} died (SIGKILL): not back" for number in range(7)),
     foreseen=("0.4 s a step, came 0.42 (+5%)", "0.95 efficiency, came 0.93"),
-    swaps=("reward = rewards:strict after step 9", "reward = rewards:mild after step 20"),
+    epochs=(("swapped", "reward = rewards:strict after step 9"), ("swapped", "reward = rewards:mild after step 20")),
     graph="sorting",
     steps=300,
     wall_s=171,
@@ -374,7 +374,8 @@ SNAPSHOTS = odd(
     edges=st.lists(odd(EdgeSnapshot), max_size=5).map(tuple),
 )
 SUMMARIES = odd(
-    Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple), swaps=st.lists(ODD_TEXT, max_size=3).map(tuple),
+    Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
+    epochs=st.lists(st.tuples(st.just("set"), ODD_TEXT), max_size=3).map(tuple),
     foreseen=st.lists(ODD_TEXT, max_size=3).map(tuple),
     commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),
 )  # fmt: skip

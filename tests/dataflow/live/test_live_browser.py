@@ -204,7 +204,9 @@ def test_a_page_that_may_steer_asks_once_and_tells_what_came_of_it(
     def stop(run: RunFolder, by: str) -> str:
         raise RunError("it <b>ends</b> already")
 
-    controls = Controls(stop=stop, scale=scale, swap=lambda *_: "swapped")
+    controls = Controls(
+        stop=stop, scale=scale, swap=lambda *_: "swapped", set_knob=lambda *_: "set", checkpoint=lambda *_: "kept"
+    )  # fmt: skip
     page = filled(window, serve([folder], ask=lambda *_: told(10, 1.0), controls=controls).port)
     page.wait("!document.getElementById('stop-run').disabled")
     page.ask("document.querySelectorAll('#stage .node')[1].focus()")

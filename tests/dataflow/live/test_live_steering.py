@@ -23,7 +23,9 @@ class Asked:
     def __init__(self, slow_s: float = 0.0) -> None:
         self.calls: list[Any] = []
         self.slow_s = slow_s
-        self.controls = Controls(stop=self.stop, scale=self.scale, swap=self.swap)
+        self.controls = Controls(
+            stop=self.stop, scale=self.scale, swap=self.swap, set_knob=self.set_knob, checkpoint=self.checkpoint
+        )  # fmt: skip
 
     def stop(self, run: RunFolder, by: str) -> str:
         time.sleep(self.slow_s)
@@ -40,6 +42,14 @@ class Asked:
         self.calls.append(("swap", node, reference, by))
         return "swapped"
 
+    def set_knob(self, run: RunFolder, place: str, value: str, by: str) -> str:
+        self.calls.append(("set", place, value, by))
+        return "set"
+
+    def checkpoint(self, run: RunFolder, by: str) -> str:
+        self.calls.append(("checkpoint", by))
+        return "kept"
+
 
 def test_what_a_page_asks_for_reaches_its_run_in_somebodys_name(folder: RunFolder, serve: Serve) -> None:
     run = Asked()
@@ -49,12 +59,15 @@ def test_what_a_page_asks_for_reaches_its_run_in_somebodys_name(folder: RunFolde
     assert page.steer({"number": "2", "action": "scale", "node": "generator", "replicas": 2})[1] == {"answer": "scaled"}
     swap = {"number": "3", "action": "swap", "node": "reward", "reference": "rewards:strict"}
     assert page.steer(swap)[1] == {"answer": "swapped"}
+    wish = {"number": "5", "action": "set", "node": "trainer", "knob": "lr", "value": "3e-6"}
+    assert page.steer(wish)[1] == {"answer": "set"}
+    assert page.steer({"number": "6", "action": "checkpoint"})[1] == {"answer": "kept"}
     refused = page.steer({"number": "4", "action": "scale", "node": "nobody", "replicas": 1})
     assert refused == (409, {"error": "no node is called 'nobody'"})
     by = "somebody@here"
     assert run.calls == [
         ("stop", folder.path.name, by), ("scale", {"generator": 2}, by), ("swap", "reward", "rewards:strict", by),
-        ("scale", {"nobody": 1}, by),
+        ("set", "trainer.lr", "3e-6", by), ("checkpoint", by), ("scale", {"nobody": 1}, by),
     ]  # fmt: skip
 
 
@@ -83,11 +96,12 @@ def test_a_request_that_comes_again_is_made_once_and_gets_the_same_answer(folder
     ("request_", "says"),
     [
         (b"{", "not JSON"), (b"[]", "a JSON map"), ({}, "'number'"), ({"number": "1"}, "'action'"),
-        ({"number": "1", "action": "drop"}, "there are stop, scale and swap"),
+        ({"number": "1", "action": "drop"}, "there are stop, checkpoint, scale, swap and set"),
         ({"number": "1", "action": "scale", "node": "generator"}, "'replicas'"),
         ({"number": "1", "action": "scale", "node": "generator", "replicas": True}, "'replicas'"),
         ({"number": "1", "action": "scale", "node": "generator", "replicas": -1}, "'replicas'"),
         ({"number": "1", "action": "swap", "node": "reward", "reference": ""}, "'reference'"),
+        ({"number": "1", "action": "set", "node": "trainer", "knob": "lr"}, "'value'"),
         ({"number": "1" * 501, "action": "stop"}, "'number'"), (b"\xff", "not JSON"),
     ],
 )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Which of a trainer's knobs hold for which of its steps, where some were changed while the run went on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from dataflow.folder import knob_changes
+from dataflow.folder.knob_changes import MAX_STALENESS, KnobChange
+from dataflow.folder.ledger import BaseLedger
+from dataflow.staleness import Bound
+
+
+class HasKnobs(Protocol):
+    """What is asked of a declaration: `dataflow.node.Operator` is one."""
+
+    def with_knob(self, knob: str, value: Any) -> Any:
+        """The same with another value of a knob."""
+
+
+T = TypeVar("T", bound=HasKnobs)
+
+
+class KnobsByStep(Generic[T]):
+    """A pure function of the ledger and of what was heard: a step that is made again has the knobs that it had.
+
+    A change counts from the next step on that is begun, and stands in the ledger before that. A smaller bound on
+    staleness holds once the groups are through that were started under the larger one; until then it gives way to the
+    next that comes.
+    """
+
+    def __init__(self, trainer: T, changes: Iterable[KnobChange], ledger: BaseLedger | None = None) -> None:
+        """trainer: as it was declared."""
+        self._trainer, self._ledger = trainer, ledger
+        self._counting: list[KnobChange] = []
+        self._waiting: list[KnobChange] = []
+        self.hear(changes)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether some change waits for a step to begin."""
+        return bool(self._waiting)
+
+    def hear(self, changes: Iterable[KnobChange]) -> None:
+        """Changes of this trainer's knobs, some of which may be known."""
+        known = {each.number for each in (*self._counting, *self._waiting)}
+        for each in changes:
+            if each.number not in known:
+                (self._counting if each.step else self._waiting).append(each)
+
+    def take(self, step: int, bound: Bound | None) -> Sequence[KnobChange]:
+        """Let what waits count from this step on, which is not begun; what counts now. bound: as declared."""
+        found: dict[int, KnobChange] = {}
+        for each in self._waiting:
+            first = step
+            if each.knob == MAX_STALENESS and (before := self.bound(step, bound)) is not None:
+                first += before.max_staleness + 1 if each.value < before.max_staleness else 0
+                to_come = [e for e in self._counting if e.knob == MAX_STALENESS and e.step > step]
+                found |= {e.number: dataclasses.replace(e, step=first) for e in to_come}
+            found[each.number] = dataclasses.replace(each, step=first)
+            self._counting = [found.get(e.number, e) for e in self._counting] + [found[each.number]]
+        self._waiting.clear()
+        knob_changes.record(self._ledger, list(found.values()))
+        return list(found.values())
+
+    def at(self, step: int) -> T:
+        """The knobs of a step."""
+        found = self._trainer
+        for knob, value in {e.knob: e.value for e in self._own() if e.step <= step}.items():
+            found = found.with_knob(knob, value)
+        return found
+
+    def bound(self, step: int, declared: Bound | None) -> Bound | None:
+        """The bound on staleness that holds for a step."""
+        if declared is None:
+            return None
+        of_bound = [e for e in self._counting if e.knob == MAX_STALENESS]
+        name = of_bound[0].trainer if of_bound else ""
+        value = knob_changes.bound_at(of_bound, name, step, declared.max_staleness)
+        return dataclasses.replace(declared, max_staleness=value)
+
+    def _own(self) -> list[KnobChange]:
+        return sorted((e for e in self._counting if e.knob != MAX_STALENESS), key=lambda each: each.number)

@@ -1,0 +1,57 @@
+"""Other values for knobs of a declared graph: which may change, and what becomes of its operators; pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dataflow.errors import GraphError, nearest
+from dataflow.folder.knob_changes import MAX_STALENESS
+from dataflow.node import Generate, Operator
+from dataflow.settable import STEP, Settable
+from dataflow.structure import Structure, generators_of
+
+
+def settable_of(graph: Structure, name: str) -> dict[str, Settable]:
+    """Knobs of an operator that may change while a run goes on, the bound of the feedback to it among them."""
+    operator = graph.operators[name]
+    found = dict(operator.settable())
+    for feedback in graph.feedbacks:
+        if feedback.reader is operator and isinstance(operator, Generate):
+            found[MAX_STALENESS] = Settable(value=feedback.max_staleness, at=STEP, kind=int)
+    return found
+
+
+def with_values(graph: Structure, wishes: Mapping[str, Any]) -> tuple[dict[str, Operator], dict[str, Any]]:
+    """Operators that take the place of others, by name, and other max_staleness, by reader.
+
+    wishes: values by NODE.KNOB. Errors: GraphError."""
+    others: dict[str, Operator] = {}
+    bounds: dict[str, Any] = {}
+    for place, value in wishes.items():
+        name, knob = placed(graph, place)
+        if knob == MAX_STALENESS:
+            bounds[name] = value
+            continue
+        old = others.get(name, graph.operators[name])
+        new = others[name] = old.with_knob(knob, value)
+        if new.traits.temperature not in (None, old.traits.temperature):
+            for each in graph.operators.values():
+                if graph.operators[name] in generators_of(graph, each.name):
+                    others[each.name] = others.get(each.name, each).at_temperature(new.traits.temperature)
+    return others, bounds
+
+
+def placed(graph: Structure, place: str) -> tuple[str, str]:
+    """The node and the knob of NODE.KNOB. GraphError where there is none such that may change."""
+    name, _, knob = place.partition(".")
+    if name not in graph.operators:
+        raise GraphError(
+            f"'{place}' names no node of the graph, which has {list(graph.operators)}{nearest(name, graph.operators)}; "
+            f"write NODE.KNOB, as in trainer.lr"
+        )
+    known = settable_of(graph, name)
+    if knob in known:
+        return name, knob
+    may = ", ".join(f"{name}.{each} = {known[each].value!r}" for each in known) or f"nothing of '{name}'"
+    raise GraphError(
+        f"'{place}' is no knob that may change while a run goes on{nearest(knob, known)}; these may: {may}"
+    )
