@@ -105,7 +105,7 @@ def scorer(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     None says that it does not apply: the row has no value in that column, and no error. Rows in which a column
     that it reads has no value are left out, unless the parameter is annotated `X | None`; they have none in its own.
     NaN, an exception, a call longer than `timeout_s` or a process that ends become the row's `error`, with
-    the cause (`dataflow.failure`); a call whose world failed is made again first (`retries`).
+    the cause (`dataflow.scoring.failure`); a call whose world failed is made again first (`retries`).
     Raises GraphError for a function that cannot be one.
 
     >>> from dataflow import Array, Graph, collect, scorer

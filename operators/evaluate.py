@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.errors import OperatorError
-from dataflow.failure import counted
 from dataflow.folder import retention
 from dataflow.folder.finished import Finished
 from dataflow.node import Sink, Traits
 from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_slices
 from dataflow.runtime import Batch, Context, Runtime
+from dataflow.scoring.failure import counted
 from dataflow.system.files import RunFolderError
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dataflow.failure import HUNG
+from dataflow.scoring.failure import HUNG
 from dataflow.system.messages import Codec
 
 Call = Callable[[int], Any]

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dataflow.errors import WorkerDied
-from dataflow.failure import DIED
 from dataflow.scoring.calls import CALLS, PoolSettings
+from dataflow.scoring.failure import DIED
 from dataflow.scoring.process import AnswerFrame, CallChunk, CallRange, Encode, PoolProcess, memory_kb, pieces_of
 from dataflow.scoring.server import (
     PROGRESS_FIELDS,

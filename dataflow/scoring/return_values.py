@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataflow.failure import RAISED, UNUSABLE, WORLD
+from dataflow.scoring.failure import RAISED, UNUSABLE, WORLD
 from dataflow.scoring.retrying import WORLD_ERRORS
 from dataflow.scoring.signature import NOTED, Noted
 

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import RecordError
-from dataflow.failure import WORLD
 from dataflow.records import (
     DROP_REASON,
     ERROR,
@@ -22,6 +21,7 @@ from dataflow.records import (
 )
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.callers import Caller, caller_of
+from dataflow.scoring.failure import WORLD
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.signature import NOTED, Signature

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.failure import UNUSABLE
 from dataflow.records import AnyArray
 from dataflow.scoring.calls import Call
+from dataflow.scoring.failure import UNUSABLE
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.retrying import WORLD_ERRORS, retried, retried_async
 from dataflow.scoring.return_values import Check, Unscored, applying, checker, shown

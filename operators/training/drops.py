@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -61,6 +62,11 @@ class Drops:
     def counts(self) -> Counter[str]:
         """How many, by reason."""
         return self.recorded + Counter(self.reasons.values())
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What `step_metrics` takes of them."""
+        return {"dropped": self.counts, "dropped_outcomes": self.outcomes}
 
     def reason(self, records: pa.RecordBatch, step: int) -> str | None:
         """Why a group is not to be trained on weights that `step` steps are behind; None where it is."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from dataflow.failure import counted
 from dataflow.records import DROP_REASON, ERROR
+from dataflow.scoring.failure import counted
 
 
 @dataclass

@@ -52,7 +52,7 @@ RECORDS = (
         "a judge that fails is asked again, and what fails for good is no reward",
         "test_a_busy_or_broken_judge_is_asked_again_and_what_fails_for_good_is_no_reward",
         "operators.rewards.judge_model:_said",
-        never("status_code", "500"),
+        never("status_code", "_BUSY"),
         "that it may answer later",
     ),
     Law(

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from rigs.columns import check_columns, whole
 
 from dataflow.errors import RecordError, WorldFailed
-from dataflow.failure import RolloutFailure
 from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array
 from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
+from dataflow.scoring.failure import RolloutFailure
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Encode
 from dataflow.scoring.runtime import Scoring

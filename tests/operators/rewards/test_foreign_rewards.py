@@ -17,9 +17,9 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, GraphError, collect
-from dataflow.failure import RolloutFailure
 from dataflow.records import ERROR
 from dataflow.scorer import Scorer
+from dataflow.scoring.failure import RolloutFailure
 from dataflow.testing import FakeGenerator
 from operators import Prompts
 from operators.rewards import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dataflow import Graph, GraphError, collect
-from dataflow.failure import RolloutFailure
+from dataflow.scoring.failure import RolloutFailure
 from dataflow.testing import FakeGenerator
 from operators import Prompts
 from operators.rewards import Judge
