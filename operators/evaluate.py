@@ -13,6 +13,7 @@ from dataflow.folder.finished import Finished
 from dataflow.node import Sink, Traits
 from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_slices
 from dataflow.runtime import Batch, Context, Runtime
+from dataflow.scoring.failure import counted
 from dataflow.system.files import RunFolderError
 
 
@@ -210,7 +211,7 @@ class EvaluateRuntime(Runtime):
         if metrics["eval_errors"]:
             context.log.warning(
                 "evaluation has failures", node=context.node, step=step, errors=metrics["eval_errors"],
-                of=metrics["eval_n"] + metrics["eval_errors"],
+                of=table.num_rows, by_cause=metrics["eval_failed"],
             )  # fmt: skip
         self._closed.add(step)
         self._last = {"round": step}
@@ -221,16 +222,20 @@ class EvaluateRuntime(Runtime):
 def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:
     """What one round found: the mean of column `of` over the rows that have it, and how many have not.
 
-    A row with an error, or without a score, is counted in eval_errors and is no part of the mean, which is
-    None when nothing is left. Versions are those of all tokens of the rows in the mean.
+    A row with an error is counted in eval_errors, and by its cause in eval_failed; one without a score, to which the
+    scorer does not apply, in eval_does_not_apply. Neither is part of the mean, which is None when nothing is left.
+    Versions are those of all tokens of the rows in the mean.
     """
     good = table.filter(pc.and_(pc.is_null(table.column(ERROR)), pc.is_valid(table.column(of))))
+    errors = table.column(ERROR).drop_null().to_pylist()
     versions = pc.list_flatten(good.column(VERSIONS))
     versions = versions.filter(pc.greater_equal(versions, 0))
     return {
         "eval_accuracy": pc.mean(pc.cast(good.column(of), pa.float64())).as_py(),
         "eval_n": good.num_rows,
-        "eval_errors": table.num_rows - good.num_rows,
+        "eval_errors": len(errors),
+        "eval_failed": counted(errors),
+        "eval_does_not_apply": table.num_rows - good.num_rows - len(errors),
         "eval_version_min": pc.min(versions).as_py(),
         "eval_version_max": pc.max(versions).as_py(),
     }

@@ -96,6 +96,10 @@ class Summary:
     """Rollouts that were trained on."""
     dropped: int | None = None
     """Groups dropped."""
+    failed: str = ""
+    """Rollouts that failed, by node and cause."""
+    does_not_apply: str = ""
+    """Rollouts that a scorer does not apply to, by scorer."""
     reward_before: float | None = None
     """Mean over the first steps."""
     reward_after: float | None = None

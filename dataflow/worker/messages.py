@@ -14,8 +14,8 @@ ALONE = os.EX_TEMPFAIL
 """Exit status of a worker that had no scheduler any more."""
 
 WHOLE_NUMBERS = (
-    "step", "done", "dropped", "round", "version", "tokens", "scored", "failed", "restarts", "queue", "waiting",
-    "active",
+    "step", "done", "dropped", "round", "version", "tokens", "scored", "failed", "does_not_apply", "restarts", "queue",
+    "waiting", "active",
 )  # fmt: skip
 """What the scheduler counts with in a node's status."""
 
