@@ -13,7 +13,7 @@ from dataflow.annotations import fits
 from dataflow.check import check, missing_column, newest_fault, refresh_fault, wrong_type
 from dataflow.draw import draw, mimebundle
 from dataflow.errors import GraphError, nearest
-from dataflow.node import Operator, Source, Weights
+from dataflow.node import Generate, Operator, Source, Weights
 from dataflow.planning.plan import Plan
 from dataflow.planning.set_values import with_values
 from dataflow.records import DROP_REASON, ERROR, ROLLOUT_ID
@@ -290,6 +290,8 @@ class Graph(Structure):
         made: dict[tuple[str, str], Stream[Any]] = {}
         for call in self.calls:
             current = others.get(call.operator.name, call.operator)
+            if isinstance(current, Generate) and current.asks is not None and current.asks.name in others:
+                current = current.asking(others[current.asks.name])
             found = [made[s.node, s.source] for s in call.inputs]
             inputs = tuple({stream.node: stream for stream in found}.values()) if without else tuple(found)
             if current.name == without or (without and isinstance(current, Join) and len(inputs) == 1):
@@ -356,6 +358,8 @@ class Graph(Structure):
                 )
             for fault in operator.faults():
                 raise GraphError(fault)
+            if isinstance(operator, Generate) and operator.asks is not None:
+                self._add(operator.asks)
             self.operators[operator.name] = operator
 
     def _record(self, operator: Operator, inputs: tuple[Stream[Any], ...], output: Stream[Any]) -> Stream[Any]:

@@ -115,6 +115,11 @@ class Operator(metaclass=KnobCheck):
         return Traits()
 
     @property
+    def computes(self) -> bool:
+        """Whether it is to have devices, or a share of the cores."""
+        return not self.light
+
+    @property
     def about(self) -> str:
         """What it is, in sentences: for the picture that one can look around in."""
         return inspect.cleandoc(type(self).__doc__ or "")
@@ -234,11 +239,22 @@ class Generate(Transform):
     """A transform from prompts to rollouts."""
 
     state: ClassVar[str | None] = "generated"
+    answers_turns: ClassVar[bool] = False
+    """Whether episodes may ask it for turns."""
 
     @property
     def rollouts_per_prompt(self) -> int:
         """Rollouts in a group, where the prompt does not say."""
         return 1
+
+    @property
+    def asks(self) -> "Generate | None":
+        """The generator that draws the turns of its rollouts, where it is an episode; None: it draws them itself."""
+        return None
+
+    def asking(self, generator: "Operator") -> "Generate":
+        """The same episode with the turns of another generator; GraphError for what is none."""
+        raise TypeError(f"{type(self).__name__} asks nobody")
 
     def reads(self) -> Mapping[str, Any]:
         """The prompt."""

@@ -36,6 +36,12 @@ TEMPERATURE = "sampling_temperature"
 REF_LOGPROBS = "ref_logprobs"
 VALUES = "values"
 DROP_REASON = "drop_reason"
+TURN = "turn"
+TURN_REWARD = "turn_reward"
+OF_SOURCE = "of_source"
+OF_GROUP = "of_group"
+SEED = "seed"
+MOST_TOKENS = "most_tokens"
 
 SAMPLING_MASK_TYPE = pa.list_(pa.list_(pa.int32()))
 """By token of the rollout the ids that truncation left; null in the prompt and where it left all."""
@@ -62,6 +68,34 @@ ROLLOUT_COLUMNS: Columns = {
     VERSIONS: pa.list_(pa.int32()),  # which weights produced the token; -1 where the mask is false
     FINISH_REASON: pa.string(),  # stop | length | error
     ERROR: pa.string(),  # null, or what failed
+}
+
+EPISODE_COLUMNS: Columns = {
+    TURN: pa.list_(pa.int32()),  # by token, which of the policy's turns it is of; -1 where the mask is false
+    TURN_REWARD: TOKEN_NUMBERS,  # at the last token of a turn, what the episode gave for it; 0 elsewhere
+}
+
+TURN_REQUEST: Columns = {
+    GROUP_ID: pa.int64(),  # of the turn: a checksum of all that it is drawn from
+    OF_SOURCE: pa.string(),  # source and group of the episode's prompt, by which it is admitted
+    OF_GROUP: pa.int64(),
+    MIN_VERSION: pa.int32(),  # not drawn under older weights
+    SEED: pa.int64(),
+    MOST_TOKENS: pa.int32(),  # of the turn
+    TEMPERATURE: pa.float64(),  # at which the turns before were sampled; null: as the generator samples now
+    TOKENS: pa.list_(pa.int32()),  # the conversation so far
+}
+
+TURN_ANSWER: Columns = {
+    GROUP_ID: pa.int64(),  # as it was asked for
+    COMPLETION: pa.string(),  # what the policy said, without the stop
+    TOKENS: pa.list_(pa.int32()),  # of this turn alone, as are
+    LOGPROBS: pa.list_(pa.float32()),
+    VERSIONS: pa.list_(pa.int32()),
+    SAMPLING_MASK: SAMPLING_MASK_TYPE,  # null where none is recorded
+    TEMPERATURE: pa.float64(),  # at which it was sampled
+    FINISH_REASON: pa.string(),  # of the turn: stop | length | error
+    ERROR: pa.string(),
 }
 
 

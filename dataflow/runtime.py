@@ -157,6 +157,8 @@ class Context:
     """Of its knobs, made while the run went on, as `KnobsInForce.changes`."""
     on_demand: bool = False
     """For sources: issue only the rounds that the control asks for (evaluation)."""
+    episodes: tuple[str, ...] = ()
+    """For a generator: those that ask it for turns, each under its name as their source."""
     folder: "RunFolder | None" = None
     own_folder: str | None = None
     """For a trainer: its own folder in rollouts/ and checkpoints/; None where it is the run's only one."""

@@ -51,7 +51,8 @@ class Structure:
 
     @property
     def nx(self) -> "nx.MultiDiGraph[str]":
-        """The graph for NetworkX: nodes have `operator`; edges `plane`, and `columns`, `max_staleness` or `refresh`."""
+        """The graph for NetworkX: nodes have `operator`; edges `plane` (data, turns or weights), and `columns`,
+        `max_staleness` or `refresh`. An edge of turns leads from an episode to the generator that it asks."""
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
         for name, operator in self.operators.items():
             graph.add_node(name, operator=operator)
@@ -61,6 +62,9 @@ class Structure:
                     stream.node, call.operator.name, key=stream.source, plane="data", source=stream.source,
                     columns=stream.columns, added=self._added(stream),
                 )  # fmt: skip
+        for episode in episodes_of(self):
+            assert episode.asks is not None, "that is what makes it one"
+            graph.add_edge(episode.name, episode.asks.name, key="turns", plane="turns")
         for feedback in self.feedbacks:
             graph.add_edge(
                 feedback.weights.trainer.name, feedback.reader.name, key="weights", plane="weights",
@@ -79,6 +83,18 @@ class Structure:
 def sources_of(graph: Structure, node: str) -> list[str]:
     """The sources whose rows reach a node."""
     return [call.output.source for call in graph.calls if call.operator.name == node]
+
+
+def episodes_of(graph: Structure, generator: str | None = None) -> list[Generate]:
+    """The episodes of a graph, or those of them that ask one generator for their turns."""
+    found = [op for op in graph.operators.values() if isinstance(op, Generate) and op.asks is not None]
+    return [op for op in found if generator in (None, op.asks and op.asks.name)]
+
+
+def drawn_by(graph: Structure, generator: str) -> list[str]:
+    """The sources whose rollouts a generator draws, whole or turn by turn."""
+    nodes = [generator, *(episode.name for episode in episodes_of(graph, generator))]
+    return [source for node in nodes for source in sources_of(graph, node)]
 
 
 def prompts_of(graph: Structure, source: str) -> int | None:
@@ -155,7 +171,7 @@ def feeding(graph: Structure) -> dict[str, Feedback]:
     found: dict[str, Feedback] = {}
     for feedback in graph.feedbacks:
         if isinstance(feedback.weights.trainer, Learn) and isinstance(feedback.reader, Generate):
-            generated = set(sources_of(graph, feedback.reader.name))
+            generated = set(drawn_by(graph, feedback.reader.name))
             found |= {
                 source: feedback for source in sources_of(graph, feedback.weights.trainer.name) if source in generated
             }

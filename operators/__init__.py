@@ -5,15 +5,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from operators.demonstrations import Demonstrations
+    from operators.episodes.declaration import episode
     from operators.evaluate import Evaluate
     from operators.forward import Logprobs, RewardModel, Values
     from operators.generator import Generator
     from operators.prompts import Prompts
     from operators.trainer import Trainer
 
-__all__ = ["Demonstrations", "Evaluate", "Generator", "Logprobs", "Prompts", "RewardModel", "Trainer", "Values"]
+__all__ = [
+    "Demonstrations",
+    "Evaluate",
+    "Generator",
+    "Logprobs",
+    "Prompts",
+    "RewardModel",
+    "Trainer",
+    "Values",
+    "episode",
+]
 
-_MODULES = {"Logprobs": "forward", "RewardModel": "forward", "Values": "forward"}
+_MODULES = {
+    "Logprobs": "forward", "RewardModel": "forward", "Values": "forward", "episode": "episodes.declaration",
+}  # fmt: skip
 """Where a name stands, unless in a module of its own."""
 
 

@@ -52,6 +52,22 @@ def leave_one_out(reward: Array) -> Array:
     return np.asarray((reward - reward.mean()) * (len(reward) / others))
 
 
+@scorer(isolate=False, name="token_rewards")
+def turn_rewards(reward: float, turn_reward: Array, mask: Array) -> Array:
+    """What an episode gave for each turn, at its last token, and the reward at the last token of all.
+
+    Before `token_gae` or `reward_to_go`, as `token_rewards` is. turn_reward, mask: per token. A number per token,
+    0 where the mask is false.
+
+    >>> import numpy as np
+    >>> turn_rewards(1.0, np.array([0.0, 0.5, 0.0, 0.25]), np.array([0, 1, 0, 1])).tolist()
+    [0.0, 0.5, 0.0, 1.25]
+    """
+    rewards = np.where(np.asarray(mask, bool), np.asarray(turn_reward, np.float64), 0.0)
+    rewards[np.flatnonzero(mask)[-1:]] += reward
+    return rewards
+
+
 @scorer(isolate=False)
 def token_rewards(reward: float, logprobs: Array, ref_logprobs: Array, mask: Array, beta: float = 0.05) -> Array:
     """KL in the reward: minus beta * (log pi - log ref) at each chosen token, and the reward at the last of them.

@@ -31,7 +31,7 @@ def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5,
         steps=said.get("steps"), still_s=float(said.get("still_s", 0.0)), nodes=nodes, edges=_edges(data, said),
         feedbacks=tuple(
             FeedbackFacts(trainer=edge["from"], reader=edge["to"], every=edge.get("refresh", {}).get("every", 1))
-            for edge in graph.get("edges", []) if edge.get("plane") != "data"
+            for edge in graph.get("edges", []) if edge.get("plane") == "weights"
         ),
         awaited=_awaited(folder, data, config, said), on_demand=tuple(config.get("on_demand", ())),
         leading=tuple(config.get("leading", ())),

@@ -75,7 +75,8 @@ class DrawnEdge:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """Weights on their way from the operator that trains them to one that reads them."""
+    """Weights on their way from the operator that trains them to one that reads them; or, with "turns" as its model,
+    an episode and the generator that it asks."""
 
     tail: str
     head: str
@@ -118,8 +119,8 @@ def read(graph: Any, frames: Sequence[DeviceFrame] | None = None, title: str | N
     wires: list[DrawnEdge] = []
     loops: list[Loop] = []
     for tail, head, key, data in graph.edges(keys=True, data=True):
-        if data.get("plane") == "weights":
-            name = getattr(data.get("model"), "name", "weights")
+        if data.get("plane") in ("weights", "turns"):
+            name = getattr(data.get("model"), "name", data["plane"])
             loops.append(
                 Loop(
                     tail=tail, head=head, model=name, max_staleness=data.get("max_staleness"),

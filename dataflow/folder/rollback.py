@@ -20,13 +20,14 @@ Keep = Callable[[pa.RecordBatch, pa.BooleanArray], pa.RecordBatch]
 
 
 def take_out_abandoned(finished: Path, source: str, newest: int) -> int:
-    """Forget, of a source, finished groups and parts of unfinished rollouts with a token of a version above `newest`.
+    """Forget, of a source, finished groups, parts of unfinished rollouts and turns with a token of a version above
+    `newest`.
 
     finished: the folder that holds those of all generators. Only files of parts of the run that have ended are looked
     at (`dataflow.history.resume` names them), and those without such a token stay as they are. A crash on the way
     leaves each file as it was, or done. Returns how many rollouts and stretches there were. Errors: RunFolderError.
     """
-    kinds: dict[str, Keep] = {"arrows": _whole_groups, "parts": lambda batch, good: batch.filter(good)}
+    kinds: dict[str, Keep] = {"arrows": _whole_groups, **dict.fromkeys(("parts", "turns"), _good_rows)}
     return sum(
         _rewrite(path, newest, keep)
         for ending, keep in kinds.items()
@@ -54,6 +55,10 @@ def _rewrite(path: Path, newest: int, keep: Keep) -> int:
     return taken_out
 
 
+def _good_rows(batch: pa.RecordBatch, good: pa.BooleanArray) -> pa.RecordBatch:
+    return batch.filter(good)
+
+
 def _whole_groups(batch: pa.RecordBatch, good: pa.BooleanArray) -> pa.RecordBatch:
     """The groups of which every row is good."""
     bad = pc.unique(batch.filter(pc.invert(good)).column(GROUP_ID))
@@ -61,11 +66,11 @@ def _whole_groups(batch: pa.RecordBatch, good: pa.BooleanArray) -> pa.RecordBatc
 
 
 def number_finished(folder: Path, part: int) -> None:
-    """Give files of finished rollouts, and of parts, names that no later process gives: 0-part1-0-0.source.arrows.
+    """Give files of finished rollouts, parts and turns names that no later process gives: 0-part1-0-0.source.arrows.
 
     folder: of the run. part: how often it was taken up, this time included."""
     files = folder / "finished"
-    for path in [*files.rglob("*.arrows"), *files.rglob("*.parts")]:
+    for path in [*files.rglob("*.arrows"), *files.rglob("*.parts"), *files.rglob("*.turns")]:
         replica, _, rest = path.name.partition("-")
         if not rest.startswith("part"):
             path.replace(path.with_name(f"{replica}-part{part}-{rest}"))

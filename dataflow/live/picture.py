@@ -65,7 +65,7 @@ def name_edges(shape: Shape, graph: Mapping[str, Any]) -> None:
 def _written(edge: Mapping[str, Any]) -> str:
     """What stands on its line before a colon."""
     ends = f"{edge.get('from')} → {edge.get('to')}"
-    return ends if edge.get("plane") == "weights" else f"{ends} ({edge.get('source')})"
+    return ends if edge.get("plane") != "data" else f"{ends} ({edge.get('source')})"
 
 
 def _groups(shape: Shape) -> Iterator[Shape]:

@@ -28,7 +28,7 @@ def read_wishes(graph: Structure, gpus: Wishes | Literal["shared"] | None, count
             f"generator=6,trainer=2, or 'shared' to have all nodes take turns on all devices"
         )
     first, *others = sorted(
-        (name for name, operator in graph.operators.items() if not operator.light),
+        (name for name, operator in graph.operators.items() if operator.computes),
         key=lambda name: not isinstance(graph.operators[name], Generate),
     )
     return ({first: count} if count else {}) | dict.fromkeys(others, first)
@@ -76,7 +76,7 @@ def groups_of(graph: Structure, gpus: Wishes) -> tuple[Group, ...]:
 def _check(graph: Structure, group: Group) -> None:
     for name in group:
         operator = graph.operators[name]
-        if operator.light:
+        if not operator.computes:
             raise GraphError(f"'{name}' is to share devices, but it uses none; leave it out")
         if not operator.traits.sleeps:
             raise GraphError(

@@ -256,7 +256,7 @@ def _threads(
     """By machine, the threads of each process that computes there."""
     counts: dict[str, dict[str, tuple[int, int]]] = {room.host.name: {} for room in rooms}
     for node, part in heavy.items():
-        if not part.gpus:
+        if not part.gpus and graph.operators[node].computes:
             for room, _ in places[node]:
                 there = counts[room.host.name]
                 ranks = part.ranks * part.replicas // len(places[node])

@@ -41,7 +41,7 @@ from dataflow.planning.placement import Need, Placement, Spot, amount
 from dataflow.planning.placing import NodeNeeds, neighbours_of, placed, workers_of
 from dataflow.planning.ranks import check_replicas, ranks_of
 from dataflow.staleness import Bound, capacity
-from dataflow.structure import Structure, sinks_of, sources_of
+from dataflow.structure import Structure, drawn_by, episodes_of, sinks_of, sources_of
 from dataflow.system.rank_places import Spreads
 from dataflow.weight_ends import Refresh
 
@@ -265,6 +265,11 @@ def plan(
             f"a run in one process has one machine, but is to be planned over {len(devices.hosts)} hosts; run it in "
             f"processes, or leave hosts out"
         )
+    if devices.hosts and (episodes := episodes_of(graph)):
+        raise GraphError(
+            f"'{episodes[0].name}' is an episode, whose turns stay on one machine, but is to be planned over "
+            f"{len(devices.hosts)} hosts; leave hosts out"
+        )
     if fault := message_fault(message_bytes):
         raise GraphError(fault)
     gpus = read_wishes(graph, gpus, devices.gpus)
@@ -309,7 +314,7 @@ def _parts(
     """How often each node runs, as how many ranks, and what each needs."""
     parts: dict[str, NodeNeeds] = {}
     for name, operator in graph.operators.items():
-        if operator.light and name in gpus:
+        if not operator.computes and name in gpus:
             raise GraphError(f"'{name}' is given {gpus[name]} GPUs, but it uses no device; leave it out")
         model = operator.uses
         each = ranks_of(operator, gpus.get(name, 0), ranks.get(name), one_process)
@@ -356,7 +361,7 @@ def bounds_of(graph: Structure, steps: int | None = None) -> dict[str, Bound]:
         if not isinstance(trainer, Learn) or not isinstance(feedback.reader, Generate):
             continue
         for source in sources_of(graph, trainer.name):
-            if any(call.operator is feedback.reader and call.output.source == source for call in graph.calls):
+            if source in drawn_by(graph, feedback.reader.name):
                 known = [bounds[source].max_staleness] if source in bounds else []
                 tightest = min([feedback.max_staleness, *known])
                 bounds[source] = Bound(max_staleness=tightest, prompts_per_step=trainer.step_prompts, steps=steps)

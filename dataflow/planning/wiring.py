@@ -3,15 +3,25 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.plan import Plan, bounds_of
-from dataflow.records import Columns, version_column
+from dataflow.records import TURN_ANSWER, TURN_REQUEST, Columns, version_column
 from dataflow.scorer import Scorer
 from dataflow.staleness import Bound, capacity
 from dataflow.stream import Stream
-from dataflow.structure import Structure, feeding, group_size, own_folder, prompts_of, readers_of, sinks_of, sources_of
+from dataflow.structure import (
+    Structure,
+    episodes_of,
+    feeding,
+    group_size,
+    own_folder,
+    prompts_of,
+    readers_of,
+    sinks_of,
+    sources_of,
+)
 
 _CAPACITY_ROWS = 4096
 _PROMPTS = 512
@@ -24,7 +34,7 @@ _PARTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """One data edge of one source."""
+    """One edge of one source: rows of a stream, or the turns of an episode, whose name is their source."""
 
     producer: str
     consumer: str
@@ -34,6 +44,8 @@ class Edge:
     """Rows that may be sent and not yet acknowledged, for each receiver."""
     batch_rows: int = 1024
     """Most rows that travel together, where a single group has no more."""
+    plane: Literal["data", "turns"] = "data"
+    """What travels here: rows that go on, or requests for turns and their answers, which end where they arrive."""
     most_rows: int | None = None
     """Rows that one sender may have under way with all receivers together; None: as many as these give it credit."""
 
@@ -44,14 +56,33 @@ class Edge:
 
 
 def edges(graph: Structure) -> list[Edge]:
-    """All data edges, in the order in which they were declared."""
+    """All edges but those of weights: of data, in the order in which they were declared, then of turns."""
     bounds = bounds_of(graph)
-    return [
+    data = [
         _prompts(graph, stream, call.operator, bounds.get(stream.source))
         if isinstance(call.operator, Generate)
         else _rows(graph, stream, call.operator, bounds.get(stream.source))
         for call in graph.calls for stream in call.inputs
     ]  # fmt: skip
+    return [*data, *(edge for episode in episodes_of(graph) for edge in _turns(graph, episode, data))]
+
+
+def _turns(graph: Structure, episode: Generate, data: list[Edge]) -> list[Edge]:
+    """Requests to the generator and its answers. A turn is acknowledged when its answer has arrived, and a rollout asks
+    for one at a time: of all rollouts that may be without an outcome each finds room, so that none that the trainer
+    waits for stands behind those that may not start yet.
+    """
+    assert episode.asks is not None, "an episode asks a generator"
+    arriving = [edge for edge in data if edge.consumer == episode.name]
+    rows = sum(edge.capacity_rows * (group_size(graph, edge.source) or 1) for edge in arriving)
+
+    def edge(producer: str, consumer: str, columns: Columns) -> Edge:
+        return Edge(
+            producer=producer, consumer=consumer, source=episode.name, columns=columns, plane="turns",
+            capacity_rows=max(_CAPACITY_ROWS, 2 * rows),
+        )  # fmt: skip
+
+    return [edge(episode.name, episode.asks.name, TURN_REQUEST), edge(episode.asks.name, episode.name, TURN_ANSWER)]
 
 
 def _prompts(graph: Structure, stream: Stream[Any], generator: Operator, bound: Bound | None) -> Edge:
@@ -107,7 +138,7 @@ def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> 
     columns: dict[str, Columns] = {}
     origins: dict[str, tuple[str, ...]] = {}
     for edge in edges(graph):
-        if edge.consumer == node:
+        if edge.consumer == node and edge.plane == "data":
             columns.setdefault(edge.source, edge.columns)
             origins[edge.source] = (*origins.get(edge.source, ()), edge.producer)
     trainers = [
@@ -118,6 +149,7 @@ def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> 
         "node": node, "columns": columns, "origins": origins, "scores": _scores(graph, columns),
         "forwards": _forwards(graph, columns),
         "bounds": bounds_at(graph, plan, operator), "feedback": _feedback(graph, node),
+        "episodes": tuple(episode.name for episode in episodes_of(graph, node)),
         "own_folder": own_folder(graph, node), "prompt_steps": _prompt_steps(graph, operator),
         "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads_of(replica),
         "replicas": plan.placements[node].replicas, "ranks": plan.placements[node].ranks,

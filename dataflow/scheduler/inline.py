@@ -7,6 +7,7 @@ from typing import Any
 
 from dataflow.errors import DeadlineError
 from dataflow.graph import Graph
+from dataflow.node import Generate
 from dataflow.planning.plan import Plan
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.worker.changed_knobs import roomiest
@@ -55,7 +56,8 @@ class InlineRun:
         moved = False
         for node, loop in self.host.loops.items():
             moved |= loop.turn()
-            if self.host.graph.operators[node].light:
+            operator = self.host.graph.operators[node]
+            if operator.light or (isinstance(operator, Generate) and operator.asks is not None):
                 moved |= self._settle(node)
             self._ports.poll()
         for node, runtime in self.host.runtimes.items():

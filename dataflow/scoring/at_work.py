@@ -6,14 +6,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from dataflow.scoring.calls import Answers, Call, Calls, PoolSettings
+from dataflow.scoring.calls import Answers, Call, CallAsks, CallHears, Calls, PoolSettings
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
 
-Source = memoryview  # three words shared with the owner: chunk (-1: none), call, start in ns
+Source = memoryview  # words shared with the owner: chunk (-1: none), call, start in ns, whether its code is what runs
 
 GATHER_NS = 5_000_000
 SLOW_NS = 200_000
@@ -22,8 +22,8 @@ SLOW_NS = 200_000
 def make_calls(channel: Channel[Any], sources: list[Source], settings: PoolSettings) -> None:
     """Make calls until the owner is gone (EOFError or OSError).
 
-    consumes: calls (`Calls`)
-    produces: answers (`Answers`), each call once
+    consumes: calls (`Calls`), and what calls that asked hear (`CallHears`)
+    produces: answers (`Answers`), each call once; what calls ask (`CallAsks`)
     waits for: the next message, and the calls themselves, whose limit the owner keeps
     unblocked by: a message, or the end of the owner
     """
@@ -103,15 +103,29 @@ async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Pool
         except (EOFError, OSError, MessageError):
             os._exit(0)
         for message in arrived:
+            if isinstance(message, CallHears):
+                questions.hear(message, channel.bodies.popleft())
+                continue
             call = _prepared(channel, settings)
             for index in range(message.calls):
                 todo.put_nowait((message.chunk, index, call))
+
+    def post(message: CallAsks, body: bytes) -> None:
+        with contextlib.suppress(OSError):
+            channel.post(message, body=body)
+        if channel.has_output:
+            loop.add_writer(channel.fileno(), flush)
+
+    questions = _Questions(post)
 
     async def work(source: Source) -> None:
         while True:
             chunk, index, call = await todo.get()
             _enter(source, chunk, index, time.monotonic_ns())
-            answer = await _awaited(call, index, settings)
+            if settings.asks:
+                answer = await questions.awaited(call, source, chunk, index, settings)
+            else:
+                answer = await _awaited(call, index, settings)
             source[0] = -1
             answers.add(chunk, index, *answer)
             loop.call_soon(send_all)
@@ -129,6 +143,73 @@ async def _awaited(call: Call, index: int, settings: PoolSettings) -> tuple[Any,
             return await call(index), None
     except BaseException as error:
         return None, settings.late if limit.expired() else settings.describe(error)
+
+
+class _Questions:
+    """What calls have asked, and wait for; the clock of a call stands still meanwhile."""
+
+    def __init__(self, post: Callable[[CallAsks, bytes], None]) -> None:
+        self._post = post
+        self._open: dict[tuple[int, int, int], asyncio.Future[bytes]] = {}
+
+    def hear(self, message: CallHears, body: bytes) -> None:
+        """What a call asked for has come; one that has ended meanwhile wants it no more."""
+        future = self._open.get((message.chunk, message.call, message.number))
+        if future is not None and not future.done():
+            future.set_result(body)
+
+    async def awaited(
+        self, call: Call, source: Source, chunk: int, index: int, settings: PoolSettings
+    ) -> tuple[Any, str | None]:
+        """As `_awaited`, of a call that asks."""
+        loop, limit, asked = asyncio.get_running_loop(), asyncio.timeout(settings.timeout_s), 0
+
+        async def ask(body: bytes) -> bytes:
+            nonlocal asked
+            key = chunk, index, asked
+            asked += 1
+            future: asyncio.Future[bytes] = loop.create_future()
+            self._open[key] = future
+            source[0] = -1
+            limit.reschedule(None)
+            try:
+                self._post(CallAsks(*key), body)
+                return await future
+            finally:
+                del self._open[key]
+                _enter(source, chunk, index, time.monotonic_ns())
+                limit.reschedule(loop.time() + settings.timeout_s)
+
+        try:
+            async with limit:
+                return await _Stepped(call(index, ask), source), None
+        except BaseException as error:
+            return None, settings.late if limit.expired() else settings.describe(error)
+
+
+class _Stepped:
+    """A coroutine that shows the owner while its own code is what the process is at: who blocks it, or ends it."""
+
+    def __init__(self, coroutine: Any, source: Source) -> None:
+        self._coroutine, self._source = coroutine, source
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._coroutine.__await__()
+        sent: Any = None
+        thrown: BaseException | None = None
+        while True:
+            self._source[3] = 1
+            try:
+                awaited = steps.send(sent) if thrown is None else steps.throw(thrown)
+            except StopIteration as over:
+                return over.value
+            finally:
+                self._source[3] = 0
+            sent = thrown = None
+            try:
+                sent = yield awaited
+            except BaseException as error:
+                thrown = error
 
 
 class _Gathered:

@@ -1,13 +1,16 @@
 """What a pool and its processes say to each other. What calls are made with, and what they gave, are the bodies of
 messages, which the pool does not look into."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dataflow.system.messages import Codec
 
-Call = Callable[[int], Any]
+Call = Callable[..., Any]
+"""Makes a call by its number; where calls ask (`PoolSettings.asks`), by its number and an `Ask`."""
+Ask = Callable[[bytes], Awaitable[bytes]]
+"""Asks the owner of the pool something, and waits for what it says."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,26 @@ class Answers:
     """What went wrong, by call."""
 
 
-CALLS: Codec[Any] = Codec("scorers-calls", 2, Calls, Answers, max_bytes=1 << 32)
+@dataclass(frozen=True)
+class CallAsks:
+    """A call that is being made asks its owner something, which the body says, and waits."""
+
+    chunk: int
+    call: int
+    number: int
+    """Of the question, within the call."""
+
+
+@dataclass(frozen=True)
+class CallHears:
+    """What the owner says to that, in the body."""
+
+    chunk: int
+    call: int
+    number: int
+
+
+CALLS: Codec[Any] = Codec("scorers-calls", 3, Calls, Answers, CallAsks, CallHears, max_bytes=1 << 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +68,10 @@ class PoolSettings:
     """Calls at once within a process."""
     is_async: bool = False
     """Whether a call returns a coroutine."""
+    asks: bool = False
+    """Whether calls, which are coroutines then, ask their owner."""
     timeout_s: float = 30.0
-    """Wall-clock seconds for one call."""
+    """Wall-clock seconds for one call; where it asks, from each answer to its next question."""
     memory_mb: int | None = None
     """Megabytes a process may take beyond what it starts with."""
 

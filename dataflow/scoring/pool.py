@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from dataflow.errors import WorkerDied
 from dataflow.scoring.calls import CALLS, PoolSettings
-from dataflow.scoring.process import AnswerFrame, CallChunk, CallRange, Encode, PoolProcess, memory_kb, pieces_of
+from dataflow.scoring.process import AnswerFrame, Asked, CallChunk, CallRange, Encode, PoolProcess, memory_kb, pieces_of
 from dataflow.scoring.server import (
     PROGRESS_FIELDS,
     EndProcess,
@@ -76,6 +76,7 @@ class Pool:
         self._jobs: dict[int, _Job] = {}
         self._pending: deque[CallRange] = deque()
         self._answers: list[Answer] = []
+        self._asked: list[Asked] = []
         self._orders: deque[float] = deque()
         self._next_job = self._next_chunk = self._deaths = self._blameless = 0
         self._memory_looked_s = 0.0
@@ -132,6 +133,19 @@ class Pool:
         self._assign()
         answers, self._answers = self._answers, []
         return answers
+
+    def asked(self) -> list[Asked]:
+        """What calls have asked by the last `poll`, each question once."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def tell(self, question: Asked, body: bytes) -> None:
+        """Answer a question. The process that asked may have ended meanwhile: then the call is made again, and asks
+        anew."""
+        for process in self._processes:
+            process.tell(question.job, question.call, question.number, body)
+            if process.channel is not None:
+                self._listen(process)
 
     def close(self) -> None:
         """End every process, within 5 seconds."""
@@ -242,6 +256,10 @@ class Pool:
     def _read(self, process: PoolProcess) -> None:
         frames, is_over = process.read()
         for frame in frames:
+            if isinstance(frame, Asked):
+                self._deaths = self._blameless = 0
+                self._asked.append(frame)
+                continue
             self._deaths = self._blameless = 0
             self._answer(frame)
             if not frame.chunk.open:
@@ -289,6 +307,8 @@ class Pool:
             if process.channel is None or not process.chunks:
                 continue
             process.late = process.running(before_ns)
+            if process.late and (blocking := process.running(is_at=True)):
+                process.late = blocking
             is_silent = process.is_silent(now, _PATIENCE_S + timeout_s)
             self._deaths += is_silent
             if process.late or is_silent or (looks and self._is_too_large(process)):
@@ -304,15 +324,18 @@ class Pool:
     def _bury(self, processes: list[PoolProcess], status: int | None) -> None:
         """Fail the calls that processes ended for, and have the rest made again.
 
-        A call is to blame when it alone was being made; several are made again one at a time, to find out.
-        A first SIGKILL is excused: it may have come from outside, or the memory may be that of earlier calls.
+        A call is to blame when it alone was being made, or its code was what the process was at; several are made again
+        one at a time, to find out.
+        A first SIGKILL is excused: it may have come from outside, or the memory may be that of earlier calls. Calls
+        that ask would wait for their owner one at a time: they are made again beside each other, and are to blame once
+        they have seen _DEATHS processes end.
         """
         chunks = [chunk for process in processes for chunk in process.chunks.values()]
         for process in processes:
             for chunk, call in process.late:
                 self._fail(chunk, call, self._settings.late)
         at_work = [process for process in processes if not process.late and status is not None]
-        accused = [each for process in at_work for each in process.running()]
+        accused = [each for process in at_work for each in process.running(is_at=True) or process.running()]
         left = [(chunk, call) for chunk in chunks for call in chunk.open]
         if not accused and len(left) == 1 and not any(process.late for process in processes):
             accused = left
@@ -323,17 +346,20 @@ class Pool:
             deaths[call] = deaths.get(call, 0) + 1
             if status == -signal.SIGKILL and deaths[call] == 1:
                 continue
-            if len(accused) == 1:
+            if len(accused) == 1 or (self._settings.asks and deaths[call] >= _DEATHS):
                 self._fail(chunk, call, cause or self._how_it_ended(status))
-            else:
+            elif not self._settings.asks:
                 chunk.open.discard(call)
                 apart.append(CallRange(chunk.job, call, call + 1, is_alone=True))
         if not accused and (self._deaths >= _DEATHS or status is None):
             for chunk in chunks:
-                chunk.is_alone = True
+                chunk.is_alone = not self._settings.asks
+                for call in sorted(chunk.open) if self._settings.asks else ():
+                    self._fail(chunk, call, cause or self._how_it_ended(status))
         self._pending.extendleft(reversed(apart + pieces_of(chunks)))
         for process in processes:
             process.chunks.clear()
+            process.asking.clear()
 
     def _fail(self, chunk: CallChunk, call: int, text: str) -> None:
         chunk.open.discard(call)

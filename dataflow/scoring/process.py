@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.scoring.calls import Answers, Calls
+from dataflow.scoring.calls import Answers, CallAsks, CallHears, Calls
 from dataflow.scoring.server import PROGRESS_FIELDS
 from dataflow.system.channel import Channel
 
@@ -49,6 +49,17 @@ class AnswerFrame:
     """What those gave that did not fail."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks, by its number in its job."""
+
+    job: int
+    call: int
+    number: int
+    """Of the question, within the call, whose first is 0: a call that is made again asks again."""
+    body: bytes
+
+
 class PoolProcess:
     """One process as its owner sees it; replaced in place when it ends and another is forked."""
 
@@ -65,6 +76,7 @@ class PoolProcess:
         """Start over with a new process at the other end."""
         for source in self._sources:
             self._progress[source] = -1
+            self._progress[source + 3] = 0
         self.channel = channel
         self.pid = 0
         self.base_kb = 0
@@ -72,6 +84,8 @@ class PoolProcess:
         self.late: list[tuple[CallChunk, int]] = []
         self.idle_since: float | None = None
         self.chunks: dict[int, CallChunk] = {}
+        self.asking: dict[tuple[int, int], CallHears] = {}
+        """By job and call, who waits for an answer to a question."""
 
     @property
     def open_calls(self) -> int:
@@ -98,18 +112,29 @@ class PoolProcess:
         with contextlib.suppress(OSError):
             self.channel.flush()
 
-    def read(self) -> tuple[list[AnswerFrame], bool]:
-        """Answers that came, and whether it is gone or writes nonsense."""
+    def tell(self, job: int, call: int, number: int, body: bytes) -> None:
+        """Answer a question; a call that does not wait for it hears nothing."""
+        waiting = self.asking.get((job, call))
+        if waiting is None or waiting.number != number or self.channel is None:
+            return
+        del self.asking[job, call]
+        with contextlib.suppress(OSError):
+            self.channel.post(waiting, body=body)
+
+    def read(self) -> tuple[list[AnswerFrame | Asked], bool]:
+        """Answers and questions that came, and whether it is gone or writes nonsense."""
         assert self.channel is not None
-        frames: list[AnswerFrame] = []
+        frames: list[AnswerFrame | Asked] = []
         try:
             frames.extend(map(self._frame, self.channel.arrived()))
         except (EOFError, OSError, KeyError, ValueError):
             return frames, True
         return frames, False
 
-    def _frame(self, answers: Any) -> AnswerFrame:
+    def _frame(self, answers: Any) -> AnswerFrame | Asked:
         assert self.channel is not None
+        if isinstance(answers, CallAsks):
+            return self._asked(answers)
         if not isinstance(answers, Answers) or not self.channel.bodies:
             raise ValueError("no answers")
         chunk, body = self.chunks[answers.chunk], self.channel.bodies.popleft()
@@ -120,14 +145,28 @@ class PoolProcess:
         if not chunk.open:
             del self.chunks[answers.chunk]
         self.idle_since = None
+        for call in calls:
+            self.asking.pop((chunk.job, call), None)
         return AnswerFrame(chunk, calls, {call + chunk.start: text for call, text in answers.failures.items()}, body)
 
-    def running(self, before_ns: int | None = None) -> list[tuple[CallChunk, int]]:
-        """Calls that are being made; only those begun before a time of the monotonic clock, if given."""
+    def _asked(self, question: CallAsks) -> Asked:
+        assert self.channel is not None
+        chunk, body = self.chunks[question.chunk], self.channel.bodies.popleft()
+        call = question.call + chunk.start
+        if call not in chunk.open:
+            raise ValueError("a question of a call that is not open")
+        self.asking[chunk.job, call] = CallHears(question.chunk, question.call, question.number)
+        self.idle_since = None
+        return Asked(chunk.job, call, question.number, body)
+
+    def running(self, before_ns: int | None = None, *, is_at: bool = False) -> list[tuple[CallChunk, int]]:
+        """Calls that are being made; only those begun before a time of the monotonic clock, if given; is_at: only the
+        one whose own code is what the process is at, where calls ask."""
         progress, running = self._progress, []
         for source in self._sources:
-            if progress[source] >= 0 and (before_ns is None or progress[source + 2] < before_ns):
-                number, call, _ = seen = progress[source : source + PROGRESS_FIELDS].tolist()
+            is_wanted = (before_ns is None or progress[source + 2] < before_ns) and (progress[source + 3] or not is_at)
+            if progress[source] >= 0 and is_wanted:
+                number, call, *_ = seen = progress[source : source + PROGRESS_FIELDS].tolist()
                 chunk = self.chunks.get(number)
                 is_steady = seen == progress[source : source + PROGRESS_FIELDS].tolist()
                 if is_steady and chunk is not None and chunk.start + call in chunk.open:
@@ -136,7 +175,7 @@ class PoolProcess:
 
     def is_silent(self, now: float, patience_s: float) -> bool:
         """Whether it has had calls for a while and made none: stopped, or lost before the first."""
-        if any(self._progress[source] >= 0 for source in self._sources):
+        if self.asking or any(self._progress[source] >= 0 for source in self._sources):
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now

@@ -17,7 +17,7 @@ from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, ended_within, fork
 from dataflow.system.messages import Codec
 
-PROGRESS_FIELDS = 3
+PROGRESS_FIELDS = 4
 _SEND_S = 10.0
 _LOOK_S = 1.0
 _LAST_BREATH_S = 0.1

@@ -196,13 +196,16 @@ class NodeLoops:
                 if edge.producer == name:
                     sources[edge.source].append(outlets[edge.name])
                     most_rows[edge.source] = min(edge.batch_rows, most_rows.get(edge.source, edge.batch_rows))
-            ends = [(e.source, e.producer, inlets[e.name]) for e in self.incoming() if e.consumer == name]
+            came = [edge for edge in self.incoming() if edge.consumer == name]
+            asks = {edge.name for edge in came if edge.plane == "turns" and edge.source == name}
+            ends = [(e.source, e.producer, inlets[e.name]) for e in came if e.name not in asks]
+            answers = [(e.source, e.producer, inlets[e.name]) for e in came if e.name in asks]
             span = self._trace.add
             self.loops[name] = NodeLoop(
                 name, self.runtimes[name], ends, dict(sources), most_rows=most_rows,
                 most_bytes=self.plan.message_bytes, marks=self._marks(name, sources),
                 finished=self._finished(name, sources), settled=self._settled(name, {source for source, _, _ in ends}),
-                span=span, turns=self._taking_turns.get(name),
+                answers=answers, span=span, turns=self._taking_turns.get(name),
             )  # fmt: skip
 
     def record_swaps(self) -> None:

@@ -19,6 +19,7 @@ from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.records import GROUP_ID, group_slices
 from dataflow.runtime import Batch, Runtime
 from dataflow.worker.acknowledgements import Acknowledgements
+from dataflow.worker.answers import AnswerInlets
 from dataflow.worker.turns import Turns
 
 Acked: TypeAlias = Callable[[Iterable[int]], None]
@@ -94,6 +95,7 @@ class NodeLoop:
         marks: Mapping[str, Callable[[list[int]], None]] | None = None,
         finished: Mapping[str, Finished] | None = None,
         settled: Callable[[str, list[int]], Collection[int]] | None = None,
+        answers: Sequence[tuple[str, str, Inlet]] = (),
         span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
         turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -101,7 +103,8 @@ class NodeLoop:
         """inlets: (source, sending node, inlet); outlets, by source; most_rows, by source, most_bytes: of a batch sent;
         marks: by source, what writes down in the ledger how far groups are that leave; finished: by source, where what
         leaves is kept until it has an outcome, and found instead of being made again; settled: which of some groups
-        have an outcome already, though their sender has not heard of it; span: is told of every slice of work; turns:
+        have an outcome already, though their sender has not heard of it; answers: inlets of what the runtime asked
+        for itself, which is its own as soon as it has come; span: is told of every slice of work; turns:
         on devices that it shares.
         """
         self.node, self.runtime = node, runtime
@@ -109,9 +112,9 @@ class NodeLoop:
         self.ended = False
         self.rows_in = self.rows_out = 0
         self.seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
-        self._inlets, self._outlets = inlets, outlets
+        self._inlets, self._outlets, self._answers = inlets, outlets, AnswerInlets(node, answers)
         self._ends: list[Inlet | Outlet] = [
-            *(inlet for _, _, inlet in inlets),
+            *(inlet for _, _, inlet in (*inlets, *answers)),
             *(o for each in outlets.values() for o in each),
         ]
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
@@ -139,7 +142,8 @@ class NodeLoop:
         self._answer()
         moved = self._flush() | self._take_turns()
         if self.ended:
-            return moved | self._pass_over()
+            return moved | self._pass_over() | self._answers.hear(None)
+        moved |= self._answers.hear(self.runtime)
         if self._outbox or self.paused:
             return moved
         moved |= self._receive()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pyarrow as pa
 
@@ -19,6 +19,8 @@ WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
 @dataclass(frozen=True, eq=False)
 class GeneratorKnobs(Generate):
     """What `operators.Generator` declares; the engine's ranks build from it, too."""
+
+    answers_turns: ClassVar[bool] = True
 
     model: Model
     """The policy."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,18 +15,24 @@ from dataflow.records import (
     COMPLETION,
     ERROR,
     FINISH_REASON,
+    GROUP_ID,
     GROUP_SIZE,
+    MIN_VERSION,
     POSITION,
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
     SAMPLING_MASK,
+    SAMPLING_MASK_TYPE,
     TEMPERATURE,
+    TURN_ANSWER,
     AnyArray,
+    schema,
 )
 from dataflow.runtime import Batch
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import BROKEN, STOPPED
 from operators.engine.results import EndedRollout
+from operators.engine.sampling_params import Sampling
 from operators.generation.sampled_with import SampledWith
 
 REASONS = ("stop", "length", "error")
@@ -35,9 +41,24 @@ REASONS = ("stop", "length", "error")
 NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and loss"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of a rollout that an episode makes: a group of one, admitted as the group of the rollout."""
+
+    number: int
+    """By which the batch that it came with knows it."""
+    queue: str
+    """In which it waits to be admitted, in the order of its rollout's group."""
+    seed: int
+    limit: int
+    """Most tokens of the conversation and the turn."""
+    temperature: float | None
+    """At which it is sampled; None: as the generator samples when it starts."""
+
+
 @dataclass(slots=True)
 class PromptGroup:
-    """A prompt and its rollouts."""
+    """A prompt and its rollouts; or the conversation of an episode so far, and the policy's turn."""
 
     source: str
     group_id: int
@@ -69,11 +90,25 @@ class PromptGroup:
     """Rollouts that this process has started."""
     sampled: SampledWith | None = None
     """What its rollouts are sampled with; None before it is looked at."""
+    turn: Turn | None = None
+    """What was asked for, where it is a turn of an episode and no whole rollout."""
+
+    @property
+    def number(self) -> int:
+        """By which the batch that it came with knows it."""
+        return self.group_id if self.turn is None else self.turn.number
 
     @property
     def is_new(self) -> bool:
         """Whether no rollout of it has begun, in this process or an earlier one."""
         return not self.begun and not self.partial and not self.written_ends
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are drawn."""
+        assert self.sampled is not None, "it was prepared"
+        pinned = None if self.turn is None else self.turn.temperature
+        return self.sampled.sampling if pinned is None else replace(self.sampled.sampling, temperature=pinned)
 
     def start(self, count: int) -> list[int]:
         """Positions of the next rollouts that start."""
@@ -136,6 +171,24 @@ class PromptGroup:
         self.unstarted = self.left = 0
 
 
+def of_prompts(batch: Batch, encoded: Sequence[AnyArray | str], group_size: int) -> Iterator[PromptGroup]:
+    """A group for each prompt of a batch; one that could not be encoded has failed already.
+
+    encoded: tokens of each, or what is wrong with it. group_size: rollouts of a prompt that does not say.
+    """
+    numbers = (batch.records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION))
+    for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
+        size = asked or group_size
+        tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
+        group = PromptGroup(
+            source=batch.source, group_id=group_id, size=size, min_version=min_version, batch=batch, row=row,
+            prompt=tokens, unstarted=size, left=size, rows=[None] * size,
+        )  # fmt: skip
+        if isinstance(prompt, str):
+            group.fail(prompt)
+        yield group
+
+
 def collect(ended: Sequence[EndedRollout], tickets: dict[int, tuple[PromptGroup, int]]) -> list[PromptGroup]:
     """Give each rollout to its group; the groups that are complete by it."""
     complete = []
@@ -179,7 +232,7 @@ def rollouts(
 
 def _temperature(group: PromptGroup) -> float:
     """NaN: nothing was sampled."""
-    return np.nan if group.sampled is None else group.sampled.sampling.temperature
+    return np.nan if group.sampled is None else group.sampling.temperature
 
 
 def _error(row: EndedRollout) -> str | None:
@@ -209,3 +262,21 @@ def _texts(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int]) -
         for i, text in zip(unsaid, tokenizer.batch_decode(wanted, skip_special_tokens=True), strict=True):
             texts[i] = text
     return texts
+
+
+def answers(turns: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int]) -> pa.RecordBatch:
+    """What was drawn of some turns, in the columns of `TURN_ANSWER`."""
+    rows = [row for group in turns for row in group.rows if row is not None]
+    said = [row.tokens[row.start :] for row in rows]
+    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in said])])
+    tokens = RolloutTokens.joined(said)
+    made = tokens.columns(offsets, sampling_mask=True) | {
+        GROUP_ID: pa.array([group.number for group in turns], pa.int64()),
+        COMPLETION: pa.array(_texts(rows, tokenizer, ends), pa.string()),
+        TEMPERATURE: pa.array([_temperature(group) for group in turns], pa.float64(), from_pandas=True),
+        FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
+        ERROR: pa.array([_error(row) for row in rows], pa.string()),
+    }
+    if tokens.sampling_mask is None:
+        made[SAMPLING_MASK] = pa.nulls(len(rows), SAMPLING_MASK_TYPE)
+    return pa.RecordBatch.from_arrays([made[name] for name in TURN_ANSWER], schema=schema(TURN_ANSWER))

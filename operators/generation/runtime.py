@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout
-from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT
+from dataflow.records import PROMPT
 from dataflow.rules.admission import Admission
 from dataflow.rules.leave import enough, leaves
 from dataflow.rules.room import prompt_room
@@ -26,6 +26,7 @@ from operators.generation.groups import PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.sampled_with import SampledWith
 from operators.generation.tokenize import encode
+from operators.generation.turns import no_turns, turns_of, with_turns
 from operators.models.read_weights import ReadWeights
 
 
@@ -46,7 +47,8 @@ class GeneratorRuntime(Runtime):
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._native = built.native
         self._context_tokens = self.engine.context_tokens
-        self._admission: Admission[PromptGroup] = Admission(context.bounds, declaration.in_flight)
+        bounds = with_turns(context.bounds, context.episodes)
+        self._admission: Admission[PromptGroup] = Admission(bounds, declaration.in_flight)
         reader: WeightsIn | None = None
         attached: Mapping[str, Any] = {}
         if built.reader is not None:
@@ -71,40 +73,26 @@ class GeneratorRuntime(Runtime):
         self._drains = False
 
     def room(self) -> int:
-        """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting."""
-        sources = {*self._context.columns, *self._admission.sources}
+        """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting, turns aside."""
+        sources = {*self._context.columns, *no_turns(self._admission.sources)}
         waiting = (len(self._admission.sources.get(source, ())) for source in sources)
         return prompt_room(self._declaration.slots, waiting)
 
     def push(self, batch: Batch) -> None:
         """Tokenize the prompts into their source's queue; what cannot be served is complete at once."""
-        records = batch.records
-        if not records.num_rows:
-            return
-        texts = records.column(PROMPT).to_pylist()
-        encoded = encode(self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens)
-        numbers = (records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION))
-        for row, (prompt, group_id, asked, min_version) in enumerate(zip(encoded, *numbers, strict=True)):
-            size = asked or self._declaration.group_size
-            tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
-            group = PromptGroup(
-                source=batch.source,
-                group_id=group_id,
-                size=size,
-                min_version=min_version,
-                batch=batch,
-                row=row,
-                prompt=tokens,
-                unstarted=size,
-                left=size,
-                rows=[None] * size,
-            )
-            self._owed += size
-            if isinstance(prompt, str):
-                group.fail(prompt)
-                self._complete.append(group)
+        for group in self._arriving(batch):
+            self._owed += group.size
+            if group.left:
+                self._admission.add(batch.source if group.turn is None else group.turn.queue, group)
             else:
-                self._admission.add(batch.source, group)
+                self._complete.append(group)
+
+    def _arriving(self, batch: Batch) -> Iterator[PromptGroup]:
+        if batch.source in self._context.episodes:
+            return turns_of(batch, self._context_tokens)
+        texts = batch.records.column(PROMPT).to_pylist()
+        encoded = encode(self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens)
+        return groups.of_prompts(batch, encoded, self._declaration.group_size)
 
     def work(self) -> list[Batch] | None:
         """Decode up to `segment_tokens` steps; the groups completed, or None when nothing can be done."""
@@ -170,7 +158,7 @@ class GeneratorRuntime(Runtime):
 
     def change(self, knobs: KnobsInForce) -> None:
         """For groups that start from now on; bounds at once."""
-        self._declaration, self._admission.bounds = knobs.operator, knobs.bounds
+        self._declaration, self._admission.bounds = knobs.operator, with_turns(knobs.bounds, self._context.episodes)
         self._sampled.append(SampledWith.of(knobs.operator))
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -266,7 +254,7 @@ class GeneratorRuntime(Runtime):
 
     def _start(self, group: PromptGroup, count: int) -> PromptStart:
         """Begin `count` more rollouts of a group."""
-        if group.unstarted == len(group.order or group.rows):
+        if group.turn is None and group.unstarted == len(group.order or group.rows):
             self._started.setdefault(group.source, []).append(group.group_id)
         tickets = range(self._next_ticket, self._next_ticket + count)
         self._next_ticket += count
@@ -276,13 +264,13 @@ class GeneratorRuntime(Runtime):
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
         key = f"{self._context.seed}/{group.source}/{group.group_id}"
-        assert group.sampled is not None, "it was prepared"
+        seeds = [_seed(key, position) for position in positions] if group.turn is None else [group.turn.seed]
         return PromptStart(
             prompt=group.prompt,
             limit=self._limit(group),
-            sampling=group.sampled.sampling,
+            sampling=group.sampling,
             tickets=tickets,
-            seeds=[_seed(key, position) for position in positions],
+            seeds=seeds,
             partial=[group.partial.pop(position, None) for position in positions],
         )
 
@@ -296,7 +284,8 @@ class GeneratorRuntime(Runtime):
     def _limit(self, group: PromptGroup) -> int:
         """Most tokens of prompt and completion."""
         assert group.sampled is not None, "it was prepared"
-        return min(self._context_tokens, len(group.prompt) + group.sampled.max_tokens)
+        most = min(self._context_tokens, len(group.prompt) + group.sampled.max_tokens)
+        return most if group.turn is None else min(most, group.turn.limit)
 
     def _out(self) -> list[Batch]:
         """One batch for each source that has complete groups; acknowledges arrivals that are done with."""
@@ -311,11 +300,12 @@ class GeneratorRuntime(Runtime):
         batches = []
         masks = self._declaration.sampling_mask
         for source, complete in by_source.items():
-            batches.append(Batch(source, groups.rollouts(complete, self.tokenizer, self._ends, masks=masks)))
+            made = groups.answers if source in self._context.episodes else partial(groups.rollouts, masks=masks)
+            batches.append(Batch(source, made(complete, self.tokenizer, self._ends)))
             for group in complete:
                 self._owed -= group.size
                 self._begun -= group.begun
-                group.batch.release(group.group_id)
+                group.batch.release(group.number)
         return batches
 
 

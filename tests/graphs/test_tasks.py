@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
-from graphs.tasks import arithmetic, calculator, expressions, sorting
+from graphs.tasks import arithmetic, calculator, expressions, guess, sorting
 
-GENERATORS = pytest.mark.parametrize("task", [sorting, expressions], ids=["sorting", "expressions"])
+GENERATORS = pytest.mark.parametrize("task", [sorting, expressions, guess], ids=["sorting", "expressions", "guess"])
 
 
 @GENERATORS
@@ -30,7 +30,7 @@ def test_no_held_out_prompt_is_ever_a_training_prompt(task):
     assert held_out and not training & held_out
 
 
-@GENERATORS
+@pytest.mark.parametrize("task", [sorting, expressions], ids=["sorting", "expressions"])
 def test_a_rows_own_answer_earns_the_whole_reward(task):
     reward = {sorting: sorting.reward, expressions: calculator.reward}[task]
     for row in task.rows(300, seed=3):
@@ -183,3 +183,18 @@ def test_the_tasks_import_no_torch():
     code = "import sys; from graphs.tasks import calculator, expressions, sorting, text; print('torch' in sys.modules)"
     found = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
     assert found.strip() == "False"
+
+
+def test_a_guess_is_judged_by_where_the_secret_lies():
+    assert [guess.judge(said, 5) for said in ("5", "4", "6", "", "55", "~", "g")] == ["=", "+", "-", "?", "?", "?", "?"]
+
+
+def test_a_warm_start_of_guessing_shows_whole_games_turn_by_turn():
+    shown = list(guess.examples(400, seed=0))
+    assert len(shown) == 400
+    secrets = set(guess.DIGITS)
+    for talk, said in shown:
+        assert said in secrets and set(talk.replace(guess.END, "")) <= set(guess.ALPHABET)
+        assert talk.count(guess.END) < guess.TURNS and "=" not in talk
+    halves = sum(talk.endswith("?") for talk, _ in shown)
+    assert 80 < halves < 200, "as many as there are games"

@@ -9,7 +9,7 @@ RECORDS = (
     Law(
         "a failed rollout is a record, never an exception",
         "test_prompts_that_cannot_be_served_become_error_rows_beside_the_others",
-        "operators:GeneratorRuntime.push",
+        "operators.generation.groups:of_prompts",
         instead("raise ValueError(prompt)", "fail"),
         "the error rows of a prompt",
     ),

@@ -1,6 +1,7 @@
 """All laws, by the part of the design that has them."""
 
 from .chat import CHAT
+from .episodes import EPISODES
 from .hosts import HOSTS
 from .language import LANGUAGE, STRUCTURE
 from .planes import DATA_PLANE, WEIGHT_PLANE
@@ -21,5 +22,6 @@ ROOMS = {
     "Shared devices": TURNS,
     "Staleness": STALENESS,
     "The ledger, resume": LEDGER,
+    "Episodes": EPISODES,
 }
 LAWS = tuple(law for laws in ROOMS.values() for law in laws)

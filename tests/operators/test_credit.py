@@ -16,6 +16,7 @@ from operators.credit import (
     reward_to_go,
     token_gae,
     token_rewards,
+    turn_rewards,
 )
 from operators.training.learner.rows import step_rows
 
@@ -188,3 +189,10 @@ def test_an_advantage_per_token_reaches_the_loss_at_its_own_token():
 def _with_values(batch: pa.RecordBatch) -> pa.RecordBatch:
     values = [[0.3 * at * chosen for at, chosen in enumerate(row["mask"])] for row in batch.to_pylist()]
     return batch.drop_columns(["advantage"]).append_column("values", pa.array(values, TOKEN_NUMBERS))
+
+
+def test_rewards_of_turns_stand_at_their_last_tokens_and_the_reward_at_the_last_of_all():
+    mask, given = np.array([0, 1, 1, 0, 1, 0], bool), np.array([9.0, 0.0, 0.5, 9.0, 0.25, 0.0])
+    assert turn_rewards(1.0, given, mask).tolist() == [0.0, 0.0, 0.5, 0.0, 1.25, 0.0]
+    assert (turn_rewards.name, turn_rewards.output) == ("token_rewards", TOKEN_NUMBERS)
+    assert reward_to_go(turn_rewards(1.0, given, mask), mask).tolist() == [0.0, 1.75, 1.75, 0.0, 1.25, 0.0]

@@ -23,6 +23,9 @@ PARTS = {
         "operators/training/parallel/*.py", "operators/training/learner/*.py",
     ),
     "Operators in a live run": ("dataflow/worker/swapped.py", "dataflow/scheduler/swaps/*.py"),
+    "Episodes": (
+        "operators/episodes/declaration.py", "operators/episodes/knobs.py", "operators/episodes/signature.py",
+    ),
     "References, judges and values": ("operators/forward_pass/knobs.py", "operators/forward_pass/build.py"),
 }  # fmt: skip
 """Where graphs, plans, knobs and models are refused, by heading of the page."""

@@ -1,0 +1,55 @@
+"""A small Llama learns to find a number by asking: four guesses, each answered by higher or lower.
+
+python -m graphs.guess
+"""
+
+from functools import partial
+
+from dataflow import Graph, Model, main, scorer
+from graphs.tasks import guess as task
+from operators import Evaluate, Generator, Prompts, Trainer, episode
+from operators.credit import advantage
+from operators.losses import aipo
+from operators.warm_start import warm_start
+
+STEPS = 150
+
+
+@episode(max_turns=task.TURNS)
+async def guess(chat, secret: int, blank: bool = False) -> float:  # type: ignore[no-untyped-def]
+    """1 if the policy finds the secret. blank: the world says nothing that helps."""
+    while (heard := task.judge(await chat.say(), secret)) != "=":
+        chat.hear("~" if blank else heard)
+    return 1.0
+
+
+@scorer(isolate=False)
+def reward(guess: float) -> float:
+    """What the game came to."""
+    return guess
+
+
+def build(
+    *, policy: str = "policies/guess", max_staleness: int = 2, rho: float = 4.0, lr: float = 6e-4,
+    eval_every: int = 50, blank: bool = False,
+) -> Graph:  # fmt: skip
+    """Train a policy that guesses carelessly on games of its own. blank: its guesses are not answered."""
+    folder = warm_start(
+        policy, examples=task.examples(60_000, seed=0), alphabet=task.ALPHABET, layers=3, width=96, heads=4,
+        steps=400, seed=0, learning_rate=2e-3,
+    )  # fmt: skip
+    g, model = Graph("guess"), Model(str(folder))
+    prompts = Prompts(list(task.rows(20_000, seed=1)), columns=("secret",), shuffle_seed=0)
+    unseen = list(task.rows(512, seed=2, held_out=True))
+    held_out = Prompts(unseen, columns=("secret",), name="held_out", group_size=1)
+    generator = Generator(model, group_size=8, max_tokens=task.MAX_TOKENS)
+    trainer = Trainer(model, loss=partial(aipo, rho=rho), prompts_per_step=32, lr=lr, normalize="rollouts")
+
+    trainer(advantage(reward(guess(generator, g.source(prompts), blank=blank))))
+    Evaluate(every_steps=eval_every)(reward(guess(generator, g.source(held_out), blank=blank)))
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
+
+
+if __name__ == "__main__":
+    main(build, steps=STEPS)

@@ -1,0 +1,61 @@
+"""The guessing game: a number below 16, as one digit, in four turns, answered by `+` (it is higher), `-` or `=`."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+
+DIGITS = "0123456789abcdef"
+"""Of the numbers from 0 to 15."""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ALPHABET = DIGITS + LETTERS + "?+-=~"
+"""Every character of the task, each once."""
+
+TURNS = 4
+MAX_TOKENS = 2
+"""Of a turn: a digit and the end token."""
+
+END = "<eos>"
+HELD_OUT_SHARE = 8
+"""One tag in so many is held out of training."""
+
+
+def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str | int]]:
+    """Yield `count` games {"prompt", "secret"}. The prompt is a tag of three letters that says nothing of the secret;
+    no held-out tag is ever trained on."""
+    draw = random.Random(f"guess-{seed}-{held_out}")
+    made = 0
+    while made < count:
+        tag = "".join(draw.choices(LETTERS, k=3))
+        if (zlib.crc32(tag.encode()) % HELD_OUT_SHARE == 0) == held_out:
+            yield {"prompt": tag + "?", "secret": draw.randrange(len(DIGITS))}
+            made += 1
+
+
+def judge(said: str, secret: int) -> str:
+    """What the world says to a guess: `=`, `+` where the secret is higher, `-` where it is lower; `?` to no number."""
+    number = DIGITS.find(said) if len(said) == 1 else -1
+    return "?" if number < 0 else "=" if number == secret else "+" if secret > number else "-"
+
+
+def examples(count: int, *, seed: int, care: float = 0.7) -> Iterator[tuple[str, str]]:
+    """Yield turns of games by a careless player, for a warm start: the conversation so far, and the next guess. Only a
+    share `care` of the guesses is surely one that what was heard leaves open."""
+    draw = random.Random(f"guess-examples-{seed}")
+    made = 0
+    while True:
+        for game in rows(1000, seed=draw.randrange(1 << 30)):
+            talk, low, high = str(game["prompt"]), 0, len(DIGITS) - 1
+            for _ in range(TURNS):
+                number = draw.randint(low, high) if draw.random() < care else draw.randrange(len(DIGITS))
+                yield talk, DIGITS[number]
+                made += 1
+                heard = judge(DIGITS[number], int(game["secret"]))
+                talk += DIGITS[number] + END + heard
+                low = max(low, number + 1) if heard == "+" else low
+                high = min(high, number - 1) if heard == "-" else high
+                if made == count:
+                    return
+                if heard == "=":
+                    break

@@ -1,0 +1,156 @@
+"""What the policy said in episodes that go on, in Arrow files of the run folder: a crash costs no turn twice.
+
+Rows are appended before an episode hears them, and let go of when its group has an outcome: files
+<node>/<replica>-<attempt>-<number>.<source>.turns (dataflow.folder.finished) beside the finished groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from dataflow.folder.finished import GroupFiles
+from dataflow.records import (
+    COMPLETION,
+    FINISH_REASON,
+    GROUP_ID,
+    LOGPROBS,
+    MOST_TOKENS,
+    POSITION,
+    SAMPLING_MASK,
+    SAMPLING_MASK_TYPE,
+    TEMPERATURE,
+    TOKENS,
+    TURN,
+    VERSIONS,
+    AnyArray,
+    flat,
+    list_lengths,
+)
+from dataflow.runtime import Context
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.worker.host import in_flight
+from operators.episodes.dialogue import SaidTurn
+
+SCHEMA = pa.schema(
+    [
+        (GROUP_ID, pa.int64()),
+        (POSITION, pa.int32()),
+        (TURN, pa.int32()),
+        ("mark", pa.int64()),  # of the prompt's tokens and the seed
+        ("heard", pa.list_(pa.string())),
+        (MOST_TOKENS, pa.int32()),
+        ("given", pa.list_(pa.int32())),
+        (TOKENS, pa.list_(pa.int32())),
+        (LOGPROBS, pa.list_(pa.float32())),
+        (VERSIONS, pa.list_(pa.int32())),
+        (SAMPLING_MASK, SAMPLING_MASK_TYPE),
+        (COMPLETION, pa.string()),
+        (FINISH_REASON, pa.string()),
+        (TEMPERATURE, pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTurn:
+    """A turn, and whose it is."""
+
+    group: int
+    position: int
+    number: int
+    mark: int
+    turn: SaidTurn
+
+
+class TurnFiles(GroupFiles):
+    """The turns of one source of one episode."""
+
+    kind, schema, once = "turns", SCHEMA, False
+
+    def find(self, group: int, mark: int) -> Mapping[int, list[SaidTurn]]:
+        """By position, the turns that earlier processes kept of a group's rollouts, from the first on."""
+        found: dict[int, list[SaidTurn]] = {}
+        for rows in self._earlier(group):
+            for kept in _kept(rows):
+                turns = found.setdefault(kept.position, [])
+                if kept.mark == mark and kept.number <= len(turns):  # a later process may have drawn one anew
+                    turns[kept.number :] = [kept.turn]
+        return found
+
+    def append(self, turns: Sequence[KeptTurn]) -> None:
+        """Write turns down. Raises RunFolderError when the disk refuses."""
+        turns = sorted(turns, key=lambda kept: kept.group)
+        self._write(_batch(turns), dict.fromkeys(kept.group for kept in turns))
+
+
+def turn_files_of(context: Context) -> dict[str, TurnFiles]:
+    """By source; none without a run folder."""
+    folder, ledger = context.folder, context.ledger
+    if folder is None or ledger is None:
+        return {}
+    return {
+        source: TurnFiles(
+            folder.finished(context.node), source, replica=context.rank, attempt=context.attempt,
+            waited_for=partial(in_flight, ledger, source, folder),
+        )
+        for source in context.columns
+    }  # fmt: skip
+
+
+def mark_of_prompt(key: str, prompt: AnyArray) -> int:
+    """A checksum of what a group's turns depend on beside weights and world. int64."""
+    tokens = np.ascontiguousarray(prompt, np.int64).tobytes()
+    return xxhash.xxh3_64_intdigest(f"{key}/".encode() + tokens) - (1 << 63)
+
+
+def _batch(turns: Sequence[KeptTurn]) -> pa.RecordBatch:
+    said = [kept.turn.tokens for kept in turns]
+    tokens = RolloutTokens.joined(said)
+    offsets = np.concatenate([[0], np.cumsum([len(each) for each in said])])
+    columns = tokens.columns(offsets, sampling_mask=True)
+    if tokens.sampling_mask is None:
+        columns[SAMPLING_MASK] = pa.nulls(len(turns), SAMPLING_MASK_TYPE)
+    columns |= {
+        GROUP_ID: pa.array([kept.group for kept in turns], pa.int64()),
+        POSITION: pa.array([kept.position for kept in turns], pa.int32()),
+        TURN: pa.array([kept.number for kept in turns], pa.int32()),
+        "mark": pa.array([kept.mark for kept in turns], pa.int64()),
+        "heard": pa.array([list(kept.turn.heard) for kept in turns], pa.list_(pa.string())),
+        MOST_TOKENS: pa.array([kept.turn.most for kept in turns], pa.int32()),
+        "given": pa.array([kept.turn.given for kept in turns], pa.list_(pa.int32())),
+        COMPLETION: pa.array([kept.turn.text for kept in turns], pa.string()),
+        FINISH_REASON: pa.array([kept.turn.finish_reason for kept in turns], pa.string()),
+        TEMPERATURE: pa.array([kept.turn.temperature for kept in turns], pa.float64()),
+    }
+    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def drawn_tokens(rows: pa.RecordBatch) -> list[RolloutTokens]:
+    """What the policy drew, by row: of the columns of answers, or of kept turns."""
+    offsets = np.concatenate([[0], np.cumsum(list_lengths(rows.column(TOKENS)))])
+    ids, logprobs, versions = (flat(rows.column(name)) for name in (TOKENS, LOGPROBS, VERSIONS))
+    masks = rows.column(SAMPLING_MASK)
+    left = None if masks.null_count else SamplingMask.of_lists(masks.flatten())
+    whole = RolloutTokens.drawn(ids, logprobs, versions, left)
+    return [whole[begin:end] for begin, end in itertools.pairwise(offsets.tolist())]
+
+
+def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
+    names = (GROUP_ID, POSITION, TURN, "mark", "heard", MOST_TOKENS, COMPLETION, FINISH_REASON, TEMPERATURE)
+    columns = [rows.column(name).to_pylist() for name in names]
+    given = rows.column("given")
+    for row, (tokens, *values) in enumerate(zip(drawn_tokens(rows), *columns, strict=True)):
+        group, position, number, mark, heard, most, text, reason, temperature = values
+        turn = SaidTurn(
+            heard=tuple(heard), most=most, given=given[row].values.to_numpy(), tokens=tokens, text=text,
+            finish_reason=reason, temperature=temperature,
+        )  # fmt: skip
+        yield KeptTurn(group, position, number, mark, turn)

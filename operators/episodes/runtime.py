@@ -1,0 +1,368 @@
+"""The episodes of a graph at work: prompts in, functions in their processes, turns from the generator, groups out."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.records import (
+    COMPLETION,
+    EPISODE_COLUMNS,
+    ERROR,
+    FINISH_REASON,
+    GROUP_ID,
+    MIN_VERSION,
+    MOST_TOKENS,
+    OF_GROUP,
+    OF_SOURCE,
+    PROMPT,
+    ROUND_SIZE,
+    SAMPLING_MASK,
+    SEED,
+    TEMPERATURE,
+    TOKENS,
+    TURN,
+    TURN_REQUEST,
+    TURN_REWARD,
+    AnyArray,
+    schema,
+)
+from dataflow.rules.room import prompt_room
+from dataflow.runtime import Batch, Context, Runtime
+from dataflow.scoring.pool import Answer
+from dataflow.scoring.process import Asked
+from operators.chat.chat_format import ChatError, ChatFormat
+from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
+from operators.engine.results import EndedRollout
+from operators.episodes.chat import Outcome, TurnQuestion, told
+from operators.episodes.dialogue import Dialogue, TurnRequest
+from operators.episodes.knobs import EpisodeKnobs
+from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
+from operators.episodes.words import ChatWords, PlainWords, Words
+from operators.episodes.worlds import row_bytes, worlds_of
+from operators.generation import groups
+from operators.generation.groups import PromptGroup
+from operators.generation.tokenize import encode
+from operators.models.loading import load_tokenizer
+
+UNBOUNDED = 1 << 30
+"""Tokens that no conversation comes to: the generator knows the context's end."""
+
+
+@dataclass(eq=False)
+class LiveEpisode:
+    """One rollout that is being made."""
+
+    group: PromptGroup
+    position: int
+    talk: Dialogue
+    columns: bytes
+    """Of its prompt, for the function."""
+    asked: Asked | None = None
+    """The question that its function waits with."""
+    request: int | None = None
+    """The turn that the generator draws for it."""
+    error: str | None = None
+    """What failed, where it is not the world."""
+    failures: int = 0
+    """Of the world."""
+    returned: Any = None
+
+    def encode(self, start: int, stop: int) -> bytes:
+        """What its call is made with."""
+        return self.columns
+
+
+class EpisodesRuntime(Runtime):
+    """Runs an episode for each rollout of each prompt.
+
+    consumes: prompts, and answers of the generator (under the episode's own name), by `push`
+    produces: whole groups of rollouts, and requests for turns, from `work`
+    waits for: the processes in which the functions run; the generator, in no call
+    unblocked by: what they ask or return, or the limits of time and memory; answers
+    """
+
+    def __init__(self, episode: EpisodeKnobs, context: Context) -> None:
+        """Load the tokenizer of the generator's model, and start the processes."""
+        self._episode, self._context, self._name = episode, context, context.node
+        assert episode.generator is not None and episode.generator.uses is not None, "the graph was checked"
+        self._tokenizer = load_tokenizer(episode.generator.uses)
+        self._masks = SAMPLING_MASK in episode.provides({})
+        self._form = ChatFormat(self._tokenizer) if episode.traits.chat else None
+        self._plain = PlainWords(self._tokenizer)
+        self._worlds = worlds_of(episode)
+        self._at_once = episode.concurrency * episode.processes
+        self._files = turn_files_of(context)
+        self._waiting: list[tuple[bool, int, int, int, LiveEpisode]] = []
+        """Episodes that have not begun, the most urgent first: those of sources without a bound, then in order."""
+        self._of_source: dict[str, int] = {}
+        """How many of these each source has."""
+        self._live: dict[int, LiveEpisode] = {}
+        """By job."""
+        self._asked: dict[int, LiveEpisode] = {}
+        """By request: who waits for the generator."""
+        self._requests: list[tuple[LiveEpisode, TurnRequest]] = []
+        self._complete: list[PromptGroup] = []
+        self._episodes: dict[int, list[LiveEpisode]] = {}
+        """By object of a group, its episodes."""
+        self._kept: dict[str, list[KeptTurn]] = {}
+        """By source, turns that are not written down."""
+        self._told: list[tuple[LiveEpisode, int]] = []
+        """Episodes whose turn of this number was drawn, and that have not heard of it."""
+        self._begun: dict[str, list[int]] = {}
+        self._owed = self._turns = self._failed = self._numbered = self._played = 0
+
+    def room(self) -> int:
+        """Prompts it would take now."""
+        return prompt_room(self._at_once, (self._of_source.get(source, 0) for source in self._context.columns))
+
+    def push(self, batch: Batch) -> None:
+        """Take prompts in, or answers of the generator."""
+        if batch.source == self._name:
+            self._hear(batch.records)
+            return
+        records = batch.records
+        texts = records.column(PROMPT).to_pylist()
+        encoded = encode(self._tokenizer, texts, chat=self._form is not None, context_tokens=UNBOUNDED)
+        read = records.select(list(self._episode.signature.annotations))
+        rounds = records.column(ROUND_SIZE).to_pylist()
+        for group in groups.of_prompts(batch, encoded, self._episode.rollouts_per_prompt):
+            self._owed += group.size
+            text = texts[group.row]
+            episodes = [self._made(group, position, read, text) for position in range(group.size)]
+            self._episodes[id(group)] = episodes
+            if not group.left:
+                self._complete.append(group)
+                continue
+            if not rounds[group.row]:
+                self._recall(group, episodes)
+            for each in episodes:
+                self._await(each)
+
+    def work(self) -> list[Batch] | None:
+        """Begin what may begin, hear the functions, and pass on what they ask and what is complete."""
+        moved = self._begin() | self._tell()
+        for answer in self._worlds.poll():
+            self._end(answer)
+            moved = True
+        for asked in self._worlds.asked():
+            self._ask(asked)
+            moved = True
+        out = self._out()
+        return out if out or moved else None
+
+    def pending(self) -> int:
+        """Rollouts that it still owes."""
+        return self._owed
+
+    def waits(self) -> Sequence[Any]:
+        """The processes, while some function is at work."""
+        idle = len(self._asked) == self._worlds.open_calls
+        return () if idle else self._worlds.waits()
+
+    def forget(self, source: str, group: int) -> None:
+        """Let go of what is on the disk of a group that has an outcome."""
+        if source in self._files:
+            self._files[source].forget(group)
+
+    def status(self) -> dict[str, float | int | str]:
+        """Episodes that are live, those of them that wait for the policy, and those that have not begun; turns heard,
+        turns that were told again, and failures; how often a process was replaced."""
+        return {
+            "active": len(self._live), "asking": len(self._asked), "waiting": len(self._waiting),
+            "turns": self._turns, "played": self._played, "failed": self._failed, "restarts": self._worlds.restarts,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """End the processes; what was said stays on the disk."""
+        self._worlds.close()
+        for files in self._files.values():
+            files.close()
+
+    def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, prompt: str) -> LiveEpisode:
+        key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
+        words: Words = self._plain
+        if self._form is not None and len(group.prompt):
+            words = ChatWords(self._form, prompt)
+        talk = Dialogue(
+            key=key, prompt=group.prompt, max_turns=self._episode.max_turns,
+            max_tokens=self._episode.max_tokens or UNBOUNDED, given=words.given,
+        )  # fmt: skip
+        return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
+
+    def _mark(self, group: PromptGroup) -> int:
+        return mark_of_prompt(f"{self._context.seed}/{group.source}/{group.group_id}", group.prompt)
+
+    def _recall(self, group: PromptGroup, episodes: Sequence[LiveEpisode]) -> None:
+        """Let episodes begin with what an earlier process kept of them."""
+        files = self._files.get(group.source)
+        if files is None:
+            return
+        for position, turns in files.find(group.group_id, self._mark(group)).items():
+            if position < len(episodes):
+                episodes[position].talk.turns = turns
+
+    def _await(self, each: LiveEpisode) -> None:
+        source, self._numbered = each.group.source, self._numbered + 1
+        is_bound = source in self._context.bounds
+        heapq.heappush(self._waiting, (is_bound, each.group.group_id, each.position, self._numbered, each))
+        self._of_source[source] = self._of_source.get(source, 0) + 1
+
+    def _begin(self) -> bool:
+        began = False
+        while self._waiting and self._worlds.open_calls < self._at_once:
+            *_, each = heapq.heappop(self._waiting)
+            self._of_source[each.group.source] -= 1
+            self._live[self._worlds.submit(1, each.encode)] = each
+            began = True
+        return began
+
+    def _ask(self, asked: Asked) -> None:
+        """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
+        each = self._live[asked.job]
+        question = TurnQuestion.of(asked.body)
+        each.talk.rewards = question.rewards
+        try:
+            found = each.talk.ask(asked.number, question.heard, question.most)
+        except ChatError as error:
+            each.error, found = str(error), None
+        if not isinstance(found, TurnRequest):
+            self._played += found is not None
+            self._worlds.tell(asked, told(found))
+            return
+        each.asked = asked
+        if each.request != found.number:
+            self._withdraw(each)
+            each.request = found.number
+            self._asked[found.number] = each
+            self._requests.append((each, found))
+
+    def _hear(self, answers: pa.RecordBatch) -> None:
+        """What the generator has drawn; nobody waits for what was asked for by an episode that has ended."""
+        said = drawn_tokens(answers)
+        columns = [
+            answers.column(name).to_pylist() for name in (GROUP_ID, COMPLETION, FINISH_REASON, TEMPERATURE, ERROR)
+        ]
+        for tokens, number, text, reason, temperature, error in zip(said, *columns, strict=True):
+            each = self._asked.get(number)
+            if each is None:
+                continue
+            self._withdraw(each)
+            group, at = each.group, len(each.talk.turns)
+            self._told.append((each, at))
+            if error is not None:
+                each.error = error
+                continue
+            turn = each.talk.answer(tokens, text, reason, temperature)
+            if turn is None:
+                continue
+            self._turns += 1
+            if group.source in self._files and not group.batch.records.column(ROUND_SIZE)[group.row].as_py():
+                kept = KeptTurn(group.group_id, each.position, at, self._mark(group), turn)
+                self._kept.setdefault(group.source, []).append(kept)
+            if at == 0:
+                self._begun.setdefault(group.source, []).append(group.group_id)
+
+    def _tell(self) -> bool:
+        """Write down what was said, and only then let the functions hear it."""
+        for source, kept in self._kept.items():
+            self._files[source].append(kept)
+        drawn, self._kept, self._told = self._told, {}, []
+        for each, number in drawn:
+            if each.asked is not None and each.asked.number == number:
+                turns = each.talk.turns
+                is_over = each.error is not None or number == len(turns)
+                self._worlds.tell(each.asked, told(None if is_over else turns[number].text))
+        return bool(drawn)
+
+    def _withdraw(self, each: LiveEpisode) -> None:
+        """It waits for the generator no more."""
+        if each.request is not None:
+            self._asked.pop(each.request, None)
+            each.request = None
+
+    def _end(self, answer: Answer) -> None:
+        """A function has returned, or failed."""
+        each = self._live.pop(answer.job)
+        each.failures += bool(answer.failures)
+        if answer.failures and each.error is None and each.failures < self._episode.tries:
+            each.asked = None
+            self._await(each)
+            return
+        self._withdraw(each)
+        talk, group = each.talk, each.group
+        tail: Sequence[str] = ()
+        error = each.error or next((f"{self._name}: {text}" for text in answer.failures.values()), None)
+        reason = STOPPED
+        if error is not None:
+            reason = BROKEN
+            self._failed += 1
+        else:
+            outcome = Outcome.of(answer.body)
+            talk.rewards, each.returned, tail = outcome.rewards, outcome.returned, outcome.heard
+            reason = TOO_LONG if outcome.is_over else STOPPED
+        group.rows[each.position] = EndedRollout(
+            tokens=talk.tokens(), start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
+        )
+        group.left -= 1
+        if not group.left:
+            self._complete.append(group)
+
+    def _out(self) -> list[Batch]:
+        """Requests, and one batch for each source that has complete groups."""
+        if self._context.ledger is not None:
+            for source, ids in self._begun.items():
+                self._context.ledger.advance(source, sorted(set(ids)), "generating")
+        requests, complete = self._requests, self._complete
+        self._requests, self._complete, self._begun = [], [], {}
+        made = [Batch(self._name, _request_rows(requests))] if requests else []
+        for source in dict.fromkeys(group.source for group in complete):
+            of_source = [group for group in complete if group.source == source]
+            made.append(Batch(source, self._rollouts(of_source)))
+            for group in of_source:
+                self._owed -= group.size
+                group.batch.release(group.group_id)
+                del self._episodes[id(group)]
+        return made
+
+    def _rollouts(self, complete: Sequence[PromptGroup]) -> pa.RecordBatch:
+        """The rows of complete groups of one source, with what their turns and the function add."""
+        batch = groups.rollouts(complete, self._tokenizer, frozenset(), masks=self._masks)
+        episodes = [each for group in complete for each in self._episodes[id(group)]]
+        temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
+        at = batch.schema.get_field_index(TEMPERATURE)
+        batch = batch.set_column(at, batch.schema.field(at), temperatures)
+        none: AnyArray = np.zeros(0)
+        has_turns = [bool(len(tokens)) for tokens in batch.column(TOKENS)]
+        pairs = list(zip(episodes, has_turns, strict=True))
+        turns = [each.talk.turn_numbers() if has else none for each, has in pairs]
+        rewards = [each.talk.turn_rewards() if has else none for each, has in pairs]
+        batch = batch.append_column(TURN, pa.array(turns, EPISODE_COLUMNS[TURN]))
+        batch = batch.append_column(TURN_REWARD, pa.array(rewards, EPISODE_COLUMNS[TURN_REWARD]))
+        output = self._episode.signature.output
+        if output is None:
+            return batch
+        return batch.append_column(self._name, pa.array([each.returned for each in episodes], output))
+
+
+def _request_rows(requests: Sequence[tuple[LiveEpisode, TurnRequest]]) -> pa.RecordBatch:
+    """In the columns of `TURN_REQUEST`."""
+    asking = [each.group for each, _ in requests]
+    wanted = [request for _, request in requests]
+    columns = {
+        GROUP_ID: [request.number for request in wanted],
+        OF_SOURCE: [group.source for group in asking],
+        OF_GROUP: [group.group_id for group in asking],
+        MIN_VERSION: [group.min_version for group in asking],
+        SEED: [request.seed for request in wanted],
+        MOST_TOKENS: [request.most for request in wanted],
+        TEMPERATURE: [request.temperature for request in wanted],
+        TOKENS: [request.tokens for request in wanted],
+    }
+    arrays = [pa.array(columns[name], kind) for name, kind in TURN_REQUEST.items()]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema(TURN_REQUEST))

@@ -1,0 +1,175 @@
+"""Runs the functions of episodes: in a pool of processes that can be killed, or in this process, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from dataflow.scoring.calls import Ask, Call, PoolSettings
+from dataflow.scoring.pool import Answer, Pool
+from dataflow.scoring.process import Asked, Encode
+from dataflow.scoring.return_values import checker, describe
+from dataflow.scoring.values import row_arguments
+from operators.episodes.chat import AskedChat, EpisodeOver, Outcome
+from operators.episodes.knobs import EpisodeKnobs
+
+
+class Worlds(Protocol):
+    """What makes calls that ask; a job is one call here."""
+
+    restarts: int
+    """How often a process was replaced."""
+
+    @property
+    def open_calls(self) -> int:
+        """Calls submitted and not yet answered."""
+
+    def waits(self) -> Sequence[Any]:
+        """A descriptor that is readable when `poll` has something to do, where it waits for anybody."""
+
+    def submit(self, calls: int, encode: Encode) -> int:
+        """Take a job; its number."""
+
+    def poll(self) -> list[Answer]:
+        """Carry on; the answers that have come."""
+
+    def asked(self) -> list[Asked]:
+        """What calls have asked by the last `poll`."""
+
+    def tell(self, question: Asked, body: bytes) -> None:
+        """Answer a question; who does not wait for it any more hears nothing."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+class InWorkerWorlds:
+    """Makes the calls in this process, in an event loop that `poll` moves on by a step, with a limit of time that
+    holds for functions that await something."""
+
+    restarts = 0
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._next_job = 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._waiting: dict[tuple[int, int], asyncio.Future[bytes]] = {}
+        self._answers: list[Answer] = []
+        self._asked: list[Asked] = []
+
+    @property
+    def open_calls(self) -> int:
+        """Calls submitted and not yet answered."""
+        return len(self._tasks)
+
+    def waits(self) -> Sequence[Any]:
+        """Nothing: `poll` moves them on itself."""
+        return ()
+
+    def submit(self, calls: int, encode: Encode) -> int:
+        """Take a job; its number."""
+        assert calls == 1, "an episode is a job"
+        job, self._next_job = self._next_job, self._next_job + 1
+        self._tasks[job] = self._loop.create_task(self._make(job, encode(0, 1)))
+        return job
+
+    def poll(self) -> list[Answer]:
+        """Carry on; the answers that have come."""
+        if self._tasks:
+            self._loop.call_soon(self._loop.stop)
+            self._loop.run_forever()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def asked(self) -> list[Asked]:
+        """What calls have asked by the last `poll`."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def tell(self, question: Asked, body: bytes) -> None:
+        """Answer a question."""
+        future = self._waiting.pop((question.job, question.number), None)
+        if future is not None and not future.done():
+            future.set_result(body)
+
+    def close(self) -> None:
+        """End all that are under way."""
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            self._loop.run_until_complete(asyncio.wait([*self._tasks.values()], timeout=self._settings.timeout_s))
+        self._loop.close()
+
+    async def _make(self, job: int, payload: bytes) -> None:
+        limit, asked = asyncio.timeout(self._settings.timeout_s), 0
+
+        async def ask(body: bytes) -> bytes:
+            nonlocal asked
+            number, asked = asked, asked + 1
+            future: asyncio.Future[bytes] = self._loop.create_future()
+            self._waiting[job, number] = future
+            limit.reschedule(None)
+            self._asked.append(Asked(job, 0, number, body))
+            try:
+                return await future
+            finally:
+                limit.reschedule(self._loop.time() + self._settings.timeout_s)
+
+        values, failures = [], {}
+        try:
+            async with limit:
+                values = [await self._settings.prepare(payload)(0, ask)]
+        except (Exception, SystemExit) as error:
+            failures = {0: self._settings.late if limit.expired() else self._settings.describe(error)}
+        finally:
+            del self._tasks[job]
+        self._answers.append(Answer(job, [0], failures, self._settings.pack(values)))
+
+
+def worlds_of(episode: EpisodeKnobs) -> Worlds:
+    """A pool, whose server is forked here, or this process."""
+    settings = PoolSettings(
+        prepare=partial(_prepare, episode),
+        pack=b"".join,
+        describe=partial(describe, code=episode.function.__code__),
+        processes=episode.processes,
+        concurrency=episode.concurrency,
+        is_async=True,
+        asks=True,
+        timeout_s=episode.timeout_s,
+        memory_mb=episode.memory_mb,
+    )
+    return Pool(settings) if episode.isolate else InWorkerWorlds(settings)
+
+
+def row_bytes(row: pa.RecordBatch) -> bytes:
+    """The columns of one prompt, for `submit`."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, row.schema) as writer:
+        writer.write_batch(row)
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def _prepare(episode: EpisodeKnobs, payload: bytes) -> Call:
+    """The function that runs an episode of this row."""
+    row = pa.ipc.open_stream(pa.py_buffer(payload)).read_next_batch()
+    annotations = episode.signature.annotations
+    arguments = {name: row_arguments(row.column(name), annotations[name])[0] for name in row.schema.names}
+    check = checker(episode.signature.output) if episode.signature.output is not None else None
+
+    async def call(index: int, ask: Ask) -> bytes:
+        chat, returned = AskedChat(ask), episode.signature.nothing
+        try:
+            value = await episode.function(chat, **arguments, **episode.given)
+            returned = None if check is None else check(value)
+        except EpisodeOver:
+            chat.is_over = True
+        heard, rewards, is_over = chat.heard, chat.rewards, chat.is_over
+        return Outcome(heard=heard, rewards=rewards, is_over=is_over, returned=returned).to_bytes()
+
+    return call

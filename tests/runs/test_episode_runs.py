@@ -1,0 +1,401 @@
+"""Runs of episodes: tokens as they were sampled, worlds that fail, workers that die; the ledger is clean every time."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from rigs.operators import struck
+from rigs.striking import Striking
+
+from dataflow import Devices, Graph, Model, Result, collect, inline, run, scorer
+from dataflow.errors import OperatorError
+from dataflow.folder.faults import read_faults
+from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Limits, Patience
+from operators import Evaluate, Generator, Prompts, Trainer, episode
+from operators.credit import advantage
+from operators.episodes.declaration import Episode
+from operators.losses import aipo
+
+pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
+
+STEPS = 4
+TURNS = 3
+
+
+@episode(max_turns=TURNS)
+async def talk(chat: Any, answer: str) -> float:
+    """As many turns as the prompt says, of which the world repeats the first letter."""
+    good = 0
+    for _ in range(int(answer)):
+        said = await chat.say(max_tokens=4)
+        good += said[:1] in "abcdefghijklm"
+        chat.hear(f"{answer}{said[:1]}=")
+        chat.reward(1.0)
+    return float(good)
+
+
+@scorer(isolate=False)
+def reward(talk: float) -> float:
+    return talk
+
+
+def rows(count: int = 40) -> list[dict[str, str]]:
+    return [{"prompt": f"{chr(97 + n % 26)}{n}=", "answer": str(1 + n % TURNS)} for n in range(count)]
+
+
+def graph(policy: Path, function: Episode = talk, *, max_staleness: int = 1, eval_every: int = 2) -> Graph:
+    g, model = Graph("episodes"), Model(str(policy))
+    generator = Generator(model, group_size=2, max_tokens=8, slots=16, segment_tokens=2)
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-2, normalize="rollouts", checkpoint_every=1
+    )
+    prompts = Prompts(rows(), columns=("answer",), epochs=None)
+    held_out = Prompts(rows(6), columns=("answer",), name="held_out", group_size=1)
+    trainer(advantage(reward(function(generator, g.source(prompts)))))
+    Evaluate(every_steps=eval_every)(reward(function(generator, g.source(held_out))))
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
+
+
+def losses(result: Result) -> list[float]:
+    return [line["loss"] for line in result.metrics if "loss" in line]
+
+
+def rollouts(result: Result) -> pa.Table:
+    files = RunFolder.open(result.folder).rollouts_of()
+    return pa.concat_tables([files.read(step) for step in range(1, result.steps + 1)])
+
+
+def nothing_is_left(result: Result) -> None:
+    assert not list((result.folder / "finished").rglob("*.turns"))
+
+
+# What a rollout is
+
+
+def test_what_was_sampled_is_trained_to_the_id_with_the_logprobs_of_a_full_forward_pass(policy: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    g = Graph("exact")
+    generator = Generator(Model(str(policy)).frozen(), group_size=2, max_tokens=8, slots=16)
+    found = collect(talk(generator, g.source(Prompts(rows(12), columns=("answer",)))), rows=24).to_pylist()
+    assert len(found) == 24
+    for row in found:
+        tokens, mask, turns = (np.array(row[name]) for name in ("tokens", "mask", "turn"))
+        assert (mask == (turns >= 0)).all() and set(turns[mask]) == set(range(int(row["answer"])))
+        assert tokens[: len(tokenizer(row["prompt"])["input_ids"])].tolist() == tokenizer(row["prompt"])["input_ids"]
+        for turn in range(int(row["answer"])):
+            at = np.flatnonzero(turns == turn)
+            assert (np.diff(at) == 1).all()
+            end = at[-1] + 1
+            following = tokens[end : np.flatnonzero(turns == turn + 1)[0]] if turn + 1 < int(row["answer"]) else []
+            if len(following):  # what the world made of what it heard
+                said = tokenizer.decode(tokens[at], skip_special_tokens=True)
+                heard = tokenizer(f"{row['answer']}{said[:1]}=", add_special_tokens=False)["input_ids"]
+                assert list(following) == heard
+            assert row["turn_reward"][at[-1]] == 1.0
+        with torch.no_grad():
+            logits = model(torch.tensor([row["tokens"]])).logits[0]
+        logprobs = torch.log_softmax(logits.float(), -1)[:-1].gather(1, torch.tensor(row["tokens"][1:])[:, None])[:, 0]
+        recorded = np.array(row["logprobs"], np.float32)
+        assert np.allclose(recorded[1:][mask[1:]], logprobs.numpy()[mask[1:]], atol=1e-4)
+        assert not recorded[~mask].any()
+        assert (np.array(row["versions"])[~mask] == -1).all() and (np.array(row["versions"])[mask] == 0).all()
+        assert row["finish_reason"] == "stop" and row["error"] is None
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}-"
+    "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+)
+
+
+def test_what_the_world_says_in_a_chat_stands_between_the_templates_delimiters(policy: Path, tmp_path: Path) -> None:
+    """And the policy's ids are those that were sampled, whether it ended its turn itself or had to stop."""
+    from transformers import AutoTokenizer
+
+    chatty = tmp_path / "chatty"
+    shutil.copytree(policy, chatty)
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(chatty)
+    g = Graph("chat")
+    generator = Generator(Model(str(chatty)).frozen(), group_size=4, max_tokens=8, slots=16, chat=True)
+    messages = [json.dumps([{"role": "user", "content": f"hi {n}"}]) for n in range(8)]
+    asked = Prompts([{"prompt": text, "answer": "3"} for text in messages], columns=("answer",), epochs=1)
+    found = collect(talk(generator, g.source(asked)), rows=32).to_pylist()
+    ended = set()
+    for row in found:
+        assert row["error"] is None and row["finish_reason"] == "stop"
+        tokens, turns = np.array(row["tokens"]), np.array(row["turn"])
+        said = [tokens[turns == turn] for turn in range(3)]
+        begin = int(np.flatnonzero(turns == 0)[0])
+        assert tokenizer.decode(tokens[:begin]).replace(
+            " ", ""
+        ) == f"u={json.loads(row['prompt'])[0]['content']}-a=".replace(" ", "")
+        for turn in range(2):
+            between = tokens[np.flatnonzero(turns == turn)[-1] + 1 : np.flatnonzero(turns == turn + 1)[0]]
+            is_ended = bool(said[turn][-1] == tokenizer.eos_token_id)
+            ended.add(is_ended)
+            text = tokenizer.decode(said[turn], skip_special_tokens=True)
+            closing = "-" if is_ended else "<eos>-"
+            expected = f"{closing}u=3{text[:1]}=-a="
+            assert between.tolist() == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert False in ended
+
+
+@episode(max_turns=2, isolate=False)
+async def endless(chat: Any) -> float:
+    while True:
+        chat.hear("a" * len(await chat.say()))
+
+
+def test_an_episode_whose_turns_are_used_up_is_over_and_says_so(policy: Path) -> None:
+    g = Graph("over")
+    generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=4, slots=8)
+    found = collect(endless(generator, g.source(Prompts(rows(4)))), rows=4).to_pylist()
+    assert {(row["finish_reason"], row["error"], row["endless"], max(row["turn"])) for row in found} == {
+        ("length", None, 0.0, 1)
+    }
+
+
+def test_an_episode_that_fills_the_context_is_over(policy: Path) -> None:
+    g, whole = Graph("full"), dataclasses.replace(endless, max_turns=1000)
+    generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=30, slots=8)
+    found = collect(whole(generator, g.source(Prompts(rows(2)))), rows=2).to_pylist()
+    assert {(row["finish_reason"], row["error"]) for row in found} == {("length", None)}
+    assert all(len(row["tokens"]) <= 64 for row in found)
+
+
+# Whole runs
+
+
+def test_inline_runs_with_one_seed_are_equal_wherever_the_world_runs(policy: Path, tmp_path: Path) -> None:
+    here = graph(policy, dataclasses.replace(talk, isolate=False))
+    one = run(here, steps=STEPS, on=inline(), runs=tmp_path, quiet=True)
+    other = run(graph(policy), steps=STEPS, on=inline(), runs=tmp_path, quiet=True)
+    assert one.verdict.clean and other.verdict.clean, other.verdict.line
+    assert losses(one) == losses(other) and len(set(losses(one))) == STEPS
+    assert rollouts(one).equals(rollouts(other))
+    nothing_is_left(one)
+
+
+def test_a_run_of_processes_trains_every_group_once_and_none_beyond_the_bound(policy: Path, tmp_path: Path) -> None:
+    result = run(graph(policy, max_staleness=1), steps=STEPS, runs=tmp_path, quiet=True)
+    assert result.verdict.clean, result.verdict.line
+    assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line and "max staleness 1 of 1" in result.verdict.line
+    rounds = [line["eval_n"] for line in result.metrics if "eval_n" in line]
+    assert set(rounds) == {6} and 2 <= len(rounds) <= 3, "one that is due while another is under way may give way"
+    assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
+    nothing_is_left(result)
+
+
+@scorer(isolate=False)
+def length(completion: str) -> float:
+    return float(len(completion))
+
+
+def test_replicas_of_a_generator_answer_turns_beside_plain_prompts_until_these_end(
+    policy: Path, tmp_path: Path
+) -> None:
+    g, model = Graph("mixed"), Model(str(policy))
+    generator = Generator(model, group_size=2, max_tokens=8, slots=16, segment_tokens=2)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=4, lr=1e-2)
+    trainer(advantage(reward(talk(generator, g.source(Prompts(rows(16), columns=("answer",), epochs=1))))))
+    plain = Prompts(rows(4), name="plain", group_size=1)
+    Evaluate(every_steps=4, of="length")(length(generator(g.source(plain))))
+    g.feedback(trainer.weights, generator, max_staleness=1)
+    result = run(g, runs=tmp_path, quiet=True, replicas={"generator": 2})
+    assert result.verdict.clean and "16 issued = 16 trained" in result.verdict.line, result.verdict.line
+    assert [line["eval_n"] for line in result.metrics if "eval_n" in line] == [4, 4]
+    nothing_is_left(result)
+
+
+# Worlds that fail
+
+
+@episode(max_turns=TURNS, timeout_s=1.0, concurrency=64)
+async def unruly(chat: Any, answer: str, prompt: str) -> float:
+    """In one prompt of five something goes wrong after the first turn."""
+    await chat.say(max_tokens=4)
+    match int(prompt[1:-1]) % 10:
+        case 1:
+            raise ValueError("the world is broken")
+        case 3:
+            await asyncio.sleep(60)
+        case 5:
+            chat.hear("a" * (10 << 20))
+        case 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return float(answer)
+
+
+@scorer(isolate=False, name="reward")
+def worth(unruly: float) -> float:
+    return unruly
+
+
+def test_a_world_that_fails_is_an_error_of_its_rollouts_and_no_reward(policy: Path) -> None:
+    g = Graph("unruly")
+    generator = Generator(Model(str(policy)).frozen(), group_size=2, max_tokens=4, slots=8)
+    made = unruly(generator, g.source(Prompts(rows(20), columns=("answer",))))
+    found = collect(advantage(worth(made)), rows=40).to_pylist()
+    assert len(found) == 40
+    words = {1: "ValueError: the world is broken", 3: "no answer within 1 s", 5: "too much between two turns",
+             7: "ended with signal 9"}  # fmt: skip
+    for row in found:
+        wrong = words.get(int(row["prompt"][1:-1]) % 10)
+        assert (row["error"] is None) == (wrong is None), row["error"]
+        if wrong is not None:
+            assert wrong in row["error"] and row["error"].startswith("unruly: "), row["error"]
+            assert row["finish_reason"] == "error" and row["unruly"] is None and row["advantage"] is None
+        else:
+            assert row["advantage"] == 0.0, "siblings did alike, and failures are none of them"
+
+
+@episode(max_turns=TURNS, tries=3)
+async def moody(chat: Any, prompt: str, folder: str = "") -> float:
+    """Fails twice, after turns that are told again."""
+    first = await chat.say(max_tokens=4)
+    chat.hear(first[:1])
+    await chat.say(max_tokens=4)
+    mark = Path(folder) / f"{prompt}{first.encode().hex()}"
+    with mark.open("a") as file:
+        file.write(".")
+    if len(mark.read_text()) < 3:
+        raise OSError("no answer from the world")
+    return 1.0
+
+
+def test_an_episode_whose_world_fails_is_tried_again(policy: Path, tmp_path: Path) -> None:
+    g = Graph("moody")
+    generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=4, slots=8)
+    found = collect(moody(generator, g.source(Prompts(rows(4), epochs=1)), folder=str(tmp_path)), rows=4).to_pylist()
+    assert [(row["error"], row["moody"], max(row["turn"])) for row in found] == [(None, 1.0, 1)] * 4
+    assert [mark.read_text() for mark in tmp_path.iterdir()] == ["..."] * 4
+    twice = dataclasses.replace(moody, tries=2)
+    other = tmp_path / "other"
+    other.mkdir()
+    g = Graph("moodier")
+    found = collect(twice(generator, g.source(Prompts(rows(1), epochs=1)), folder=str(other)), rows=1).to_pylist()
+    assert "no answer from the world" in found[0]["error"] and found[0]["moody"] is None
+
+
+# Workers that die
+
+
+@pytest.fixture
+def limits() -> Iterator[Limits]:
+    yield Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=3))
+
+
+@pytest.mark.parametrize("victim", ["talk", "generator", pytest.param("trainer", marks=pytest.mark.slow)])
+def test_a_run_whose_worker_is_killed_goes_on_and_is_clean(
+    victim: str, policy: Path, tmp_path: Path, limits: Limits
+) -> None:
+    g, mark = graph(policy), tmp_path / "struck"
+
+    def blow() -> None:
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    operator = g.operators[victim]
+    object.__setattr__(operator, "build", struck(operator, blow, after=12).build)
+    result = run(g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=limits)
+    assert result.verdict.clean, result.verdict.line
+    assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line
+    (fault,) = read_faults(result.folder)
+    assert fault["worker"] == f"{victim}-0"
+    assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
+    nothing_is_left(result)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_whose_workers_are_killed_one_after_the_other_is_clean(
+    policy: Path, tmp_path: Path, limits: Limits
+) -> None:
+    """The episode's processes are three: its worker, the server of its pool, and one in which functions run."""
+    sizes, steps = {"talk": 3, "generator": 1, "trainer": 1}, 24
+    victims = [("talk", 0), ("generator", 0), ("trainer", 0), ("talk", 0), ("generator", 0)]
+    striking = Striking(tmp_path, sizes, victims)
+    striking.start()
+    result = run(graph(policy, eval_every=8), steps=steps, runs=tmp_path, quiet=True, limits=limits)
+    striking.join(1.0)
+    assert striking.error is None and striking.struck == victims
+    assert result.verdict.clean, result.verdict.line
+    assert f"{steps * 4} trained + 0 dropped" in result.verdict.line
+    assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
+    nothing_is_left(result)
+
+
+def test_a_run_that_is_cut_off_goes_on_turn_by_turn(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its losses are those of a run that nobody cut off, and the turns that it had are not drawn again."""
+    from operators.episodes.runtime import EpisodesRuntime
+
+    counts: list[tuple[int, int]] = []
+
+    def noted(self: EpisodesRuntime, close: Any = EpisodesRuntime.close) -> None:
+        status = self.status()
+        counts.append((int(status["turns"]), int(status["played"])))
+        close(self)
+
+    monkeypatch.setattr(EpisodesRuntime, "close", noted)
+    monkeypatch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
+
+    def synchronous() -> Graph:
+        return graph(policy, dataclasses.replace(talk, isolate=False), max_staleness=0, eval_every=100)
+
+    undisturbed = run(synchronous(), steps=2, on=inline(), runs=tmp_path / "whole", quiet=True)
+
+    def boom() -> None:
+        raise ValueError("boom")
+
+    failing = synchronous()
+    generator = failing.operators["generator"]
+    object.__setattr__(generator, "build", struck(generator, boom, after=14).build)
+    with pytest.raises(OperatorError, match="boom"):
+        run(failing, steps=2, on=inline(), runs=tmp_path, quiet=True)
+    assert list((tmp_path / "latest").resolve().rglob("*.turns"))
+    result = run(synchronous(), steps=2, on=inline(), resume=tmp_path / "latest", quiet=True)
+    assert result.verdict.clean and result.steps == 2, result.verdict.line
+    assert losses(result) == losses(undisturbed)
+    (whole, _), (cut, _), (rest, played) = counts
+    assert played > 0 and cut + rest == whole, counts
+    nothing_is_left(result)
+
+
+@pytest.mark.slow
+def test_a_thousand_episodes_wait_at_once_and_none_for_another(policy: Path) -> None:
+    """The worlds of all of them together take as long as one of them."""
+
+    @episode(max_turns=1, concurrency=1000, timeout_s=60.0)
+    async def waits(chat: Any, answer: str) -> float:
+        await chat.say(max_tokens=2)
+        began = time.monotonic()
+        await asyncio.sleep(1.0)
+        return time.monotonic() - began
+
+    g = Graph("many")
+    generator = Generator(Model(str(policy)).frozen(), group_size=10, max_tokens=2, slots=256)
+    found = collect(waits(generator, g.source(Prompts(rows(100), columns=("answer",)))), rows=1000)
+    assert found.num_rows == 1000 and found.column("error").null_count == 1000
