@@ -226,13 +226,6 @@ SCHEDULER = (
         "the changes in the snapshot",
     ),
     Law(
-        "a worker that was starting when a knob was set hears of it when it is ready",
-        "test_a_worker_that_starts_again_begins_with_the_values_in_force_and_hears_of_later_ones",
-        "dataflow.scheduler:_received",
-        without("tell"),
-        "the word to whoever is ready",
-    ),
-    Law(
         "each rollout is trained at the temperature that it was sampled at",
         "test_each_rollout_is_trained_at_the_temperature_that_it_was_sampled_at",
         "operators.training:Learner.micro",
