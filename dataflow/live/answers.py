@@ -1,7 +1,9 @@
 """What stands at which address below the page's token."""
 
+import collections
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -31,6 +33,8 @@ MOST_POINTS, POINTS = 4_000, 600
 MOST_KEYS = 40
 PATIENCE_S = 10.0
 """For another question about the same run."""
+SHARED_S, MOST_SHARED = 0.5, 16
+"""For so long several pages get one answer to the same question; so many are kept."""
 TRACE_NAME = "trace.json"
 
 
@@ -84,6 +88,7 @@ class PageAnswers:
         """steering: how runs are changed; None: they are not."""
         self._runs = [WatchedRun(folder, ask) for folder in folders]
         self._steering = steering
+        self._recent: collections.OrderedDict[str, tuple[float, Response]] = collections.OrderedDict()
         self._asked: Mapping[str, Callable[[WatchedRun, PageQuery], Any]] = {
             "graph": lambda run, question: run.graph | {"settable": settable_now(run.folder)},
             "now": _now,
@@ -118,10 +123,21 @@ class PageAnswers:
             if not run.lock.acquire(timeout=PATIENCE_S):
                 return sentence(503, "the run's folder is slow to read; the page asks again")
             try:
-                return _json(answer(run, question))
+                return self._shared(address, lambda: _json(answer(run, question)))
             finally:
                 run.lock.release()
         return _file(path or "index.html")
+
+    def _shared(self, address: str, make: Callable[[], Response]) -> Response:
+        """An answer that another page has just had, or a new one."""
+        now = time.monotonic()
+        made, found = self._recent.get(address, (-math.inf, None))
+        if found is None or now - made > SHARED_S:
+            found = make()
+            self._recent[address] = time.monotonic(), found
+            while len(self._recent) > MOST_SHARED:
+                self._recent.popitem(last=False)
+        return found
 
     def steer(self, address: str, body: bytes) -> Response:
         """Ask a run for what a request names. Errors: as for what is read, and ValueError where it is no request."""

@@ -72,7 +72,7 @@ class CallFormat:
         content = "".join([*left, text[at:]])
         if not calls:
             return ReadTurn({"role": "assistant", "content": text}, tuple(broken))
-        return ReadTurn({"role": "assistant", "content": content.strip(), "tool_calls": calls}, tuple(broken))
+        return ReadTurn({"role": "assistant", "content": content.rstrip(), "tool_calls": calls}, tuple(broken))
 
     def certain(self, text: str) -> int:
         """How many characters at the beginning of a growing text are certainly no part of a call."""

@@ -14,6 +14,7 @@ import torch
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
+from operators.engine.alternatives import Alternatives
 from operators.engine.attention import AttentionLayout, Kernel
 from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
@@ -83,14 +84,9 @@ class Engine:
         self.sampling = sampling
         self.tensors = dict(model.named_parameters()) if tensors is None else dict(tensors)
         self.token_bytes = token_bytes
-        self.version = 0
-        self.steps = 0
-        self.drawn = 0
+        self.version = self.steps = self.drawn = 0
         self.device = next(model.parameters()).device
-        self._stop = stop
-        self._kernel = kernel
-        self.fused = fused
-        self._on_adopt = on_adopt
+        self._stop, self._kernel, self.fused, self._on_adopt = stop, kernel, fused, on_adopt
         self._recomputes = on_update == "recompute"
         self._record_mask = record_mask
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -115,6 +111,7 @@ class Engine:
                 kernel, slots=slots, device=self.device,
             )  # fmt: skip
         self.parked = Parked()
+        self.alternatives = Alternatives()
         self._born = 0
 
     @property
@@ -154,7 +151,7 @@ class Engine:
             self._begin(start, new, rows)
         if not active and not new:
             return self._ended()
-        if self.graphed is not None and not new and self._replayable():
+        if self.graphed is not None and not new and not self.alternatives and self._replayable():
             tokens, logprobs = self.graphed(active, self.rows.sampling[0])
         else:
             logits = self._forward(new)
@@ -164,6 +161,7 @@ class Engine:
             drawn = self._draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
             if self._record_mask:
                 self.rows.note_masks(drawn.left)
+            self.alternatives.note(self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen)
             tokens, logprobs = drawn.tokens, drawn.logprobs
         self.rows.drew(tokens, logprobs, self.version)
         self.steps += 1
@@ -274,6 +272,7 @@ class Engine:
     def _begin(self, start: PromptStart, new: list[Prefix], rows: list[Row]) -> None:
         """A prompt's rollouts join the step; those that have drawn before join the next, as parked ones do."""
         self._watch(start.stop)
+        self.alternatives.ask(start.tickets, start.alternatives)
         every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
         self._born += len(every)
         fresh = [row for row in every if len(row.tokens) == row.start]

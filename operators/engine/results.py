@@ -29,6 +29,8 @@ class PromptStart:
     """How its tokens are drawn; None: as the engine draws them."""
     stop: StopStrings | None = None
     """Strings at which it ends; None: the engine's."""
+    alternatives: int = 0
+    """Likeliest tokens to note beside each that is drawn."""
     partial: Sequence[PartialRollout | None] = ()
     """Of each rollout, what it had drawn before, from its first token; None, or nothing at all, where that is none."""
 

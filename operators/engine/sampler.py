@@ -84,6 +84,26 @@ def draw(
     return Draw(tokens, logprobs, left)
 
 
+def likeliest(
+    logits: Tensor, sampling: Sampling | RowSampling, count: int, *, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of the distribution that `draw` draws from, int64 [n, count], and their log-probabilities.
+
+    Those that could not be drawn have minus infinity.
+    """
+    knobs = _columns(sampling, logits)
+    scores = _scaled(logits, knobs, seen)
+    shares = torch.softmax(scores, dim=-1)
+    gone = None if knobs.all_greedy else left_out(scores, shares, knobs)
+    if gone is not None:
+        shares.masked_fill_(gone, 0)
+    if knobs.greedy is not None or knobs.all_greedy:
+        only = _only(scores.argmax(dim=-1, keepdim=True), scores).float()
+        shares = only if knobs.greedy is None else torch.where(knobs.greedy, only, shares)
+    best = torch.topk(shares, min(count, shares.shape[-1]), dim=-1)
+    return best.indices, (best.values / shares.sum(dim=-1, keepdim=True, dtype=torch.float64)).log().float()
+
+
 def _columns(sampling: Sampling | RowSampling, logits: Tensor) -> RowSampling:
     return sampling if isinstance(sampling, RowSampling) else RowSampling.of([sampling], logits.device)
 

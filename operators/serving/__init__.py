@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint in front of the engine, which records every call as a rollout (extra `serve`)."""
+"""An endpoint before the engine that speaks OpenAI's and Anthropic's APIs and records every call (extra `serve`)."""

@@ -1,12 +1,12 @@
-"""The routes: OpenAI's completions and chat completions, models, health; JSON in, JSON or server-sent events out."""
+"""The routes: the APIs of `apis/`, models, health; JSON in, JSON or server-sent events out."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
 
 import structlog
 from starlette.applications import Starlette
@@ -15,16 +15,24 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from operators.serving.apis.anthropic_messages import MESSAGES
+from operators.serving.apis.api import Api
+from operators.serving.apis.openai_chat import CHAT_COMPLETIONS, COMPLETIONS
+from operators.serving.apis.openai_responses import RESPONSES
+from operators.serving.apis.token_route import TOKEN_ROUTE
 from operators.serving.bounds import read_json
 from operators.serving.calls import ServedCall
 from operators.serving.errors import ApiError
-from operators.serving.requests import Kind, parse
-from operators.serving.responses import DONE, Chunks, event, whole
 from operators.serving.service import Service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Hosts that a server without a key answers to; a web page elsewhere cannot reach it under another name."""
+APIS = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, MESSAGES, TOKEN_ROUTE)
+NO_KEY = {"", "none", "empty", "no-key", "dummy"}
+"""What callers send for a key where a server asks for none; anything else is a session."""
 GONE = "the client went away before the rollout ended"
+
+Failed: TypeAlias = Callable[[ApiError], Mapping[str, Any]]
 
 _log = structlog.get_logger()
 
@@ -37,16 +45,19 @@ def make_app(service: Service, *, api_key: str | None = None, close_timeout_s: f
         close_timeout_s: given to the engine's thread to end.
     """
 
-    def route(path: str, answer: Callable[[HttpRequest], Awaitable[Response]], method: str) -> Route:
+    def route(
+        path: str, answer: Callable[[HttpRequest], Awaitable[Response]], method: str, failed: Failed = _openai_error
+    ) -> Route:
         async def guarded(http: HttpRequest) -> Response:
             try:
                 _admit(http, api_key)
                 return await answer(http)
             except ApiError as error:
-                return _refusal(error)
+                return _refusal(error, failed)
             except Exception as error:
                 _log.exception("a call failed", path=path)
-                return _refusal(ApiError(500, f"the server failed: {type(error).__name__}; its log has the rest"))
+                why = f"the server failed: {type(error).__name__}; its log has the rest"
+                return _refusal(ApiError(500, why), failed)
 
         return Route(path, guarded, methods=[method])
 
@@ -57,14 +68,15 @@ def make_app(service: Service, *, api_key: str | None = None, close_timeout_s: f
         await asyncio.to_thread(service.thread.close, close_timeout_s)
         await asyncio.sleep(0)  # what the thread told last stands in the loop's queue
 
-    async def completions(http: HttpRequest) -> Response:
-        return await _serve(service, http, "completion")
+    def served(api: Api) -> Route:
+        async def answer(http: HttpRequest) -> Response:
+            return await _serve(service, http, api, is_keyed=api_key is not None)
 
-    async def chat(http: HttpRequest) -> Response:
-        return await _serve(service, http, "chat")
+        return route(api.path, answer, "POST", api.failed)
 
     async def models(_: HttpRequest) -> Response:
         model = {"id": service.model, "object": "model", "created": service.started_s, "owned_by": "dataflow"}
+        model["max_model_len"] = service.thread.engine.context_tokens
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(_: HttpRequest) -> Response:
@@ -82,8 +94,7 @@ def make_app(service: Service, *, api_key: str | None = None, close_timeout_s: f
 
     app = Starlette(
         routes=[
-            route("/v1/completions", completions, "POST"),
-            route("/v1/chat/completions", chat, "POST"),
+            *map(served, APIS),
             route("/v1/models", models, "GET"),
             route("/health", health, "GET"),
         ],
@@ -105,44 +116,56 @@ def _admit(http: HttpRequest, api_key: str | None) -> None:
                 code="host_not_allowed",
             )
         return
-    kind, _, key = http.headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), api_key.encode()):
+    if not hmac.compare_digest((_key_of(http) or "").encode(), api_key.encode()):
         raise ApiError(
             401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
         )
 
 
-async def _serve(service: Service, http: HttpRequest, kind: Kind) -> Response:
+def _key_of(http: HttpRequest) -> str | None:
+    """What the caller sent as its key: as OpenAI's clients do, or as Anthropic's."""
+    kind, _, key = http.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else http.headers.get("x-api-key")
+
+
+def _session_of(http: HttpRequest, user: str | None, *, is_keyed: bool) -> str | None:
+    """Header, user, or the key where the server asks for none: each rollout of an agent may have one of its own."""
+    key = None if is_keyed else _key_of(http)
+    named = None if key is None or key.lower() in NO_KEY else key
+    return http.headers.get("x-session-id") or user or named
+
+
+async def _serve(service: Service, http: HttpRequest, api: Api, *, is_keyed: bool) -> Response:
     service.check_room()
     async with _body(http, service) as body:
-        request = parse(kind, body, service.bounds)
-    call = service.begin(request, http.headers.get("x-session-id") or request.user)
+        request = api.parse(body, service.bounds)
+    call = service.begin(request, _session_of(http, request.user, is_keyed=is_keyed))
     if request.stream:
-        return StreamingResponse(_stream(service, http, call), media_type="text/event-stream", headers=_HEADERS)
+        return StreamingResponse(_stream(service, http, call, api), media_type="text/event-stream", headers=_HEADERS)
     async with _attended(service, http, call) as news:
         async for _ in news:
             pass
     if call.failure is not None:
         raise call.failure
-    return JSONResponse(whole(call, service.vocabulary))
+    return JSONResponse(api.whole(call, service.vocabulary))
 
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-async def _stream(service: Service, http: HttpRequest, call: ServedCall) -> AsyncIterator[str]:
-    chunks = Chunks(call, service.vocabulary)
+async def _stream(service: Service, http: HttpRequest, call: ServedCall, api: Api) -> AsyncIterator[str]:
+    told = api.stream(call, service.vocabulary)
     try:
         async with _attended(service, http, call) as news:
             async for _ in news:
                 if call.failure is not None:
                     raise call.failure
-                if new := "".join(event(chunk) for chunk in chunks.new()):
+                if new := "".join(told.new()):
                     yield new
-        closing = "".join(event(chunk) for chunk in chunks.last())
+        closing = "".join(told.last())
     except ApiError as error:
-        closing = event(error.body)
-    yield closing + DONE
+        closing = api.event(api.failed(error))
+    yield closing + api.done
 
 
 @contextlib.asynccontextmanager
@@ -213,13 +236,17 @@ async def _body(http: HttpRequest, service: Service) -> AsyncIterator[Any]:
         service.reading.give(len(read))
 
 
-def _refusal(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 429 else None)
+def _openai_error(error: ApiError) -> Mapping[str, Any]:
+    return error.body
+
+
+def _refusal(error: ApiError, failed: Failed = _openai_error) -> JSONResponse:
+    return JSONResponse(failed(error), error.status, {"retry-after": "1"} if error.status == 429 else None)
 
 
 async def _unrouted(http: HttpRequest, error: Exception) -> Response:
     """An address or method that is not served."""
     assert isinstance(error, HTTPException)
-    known = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, GET /health"
+    known = ", ".join([*(f"POST {api.path}" for api in APIS), "GET /v1/models", "GET /health"])
     said = f"{http.method} {http.url.path} is not served ({error.detail}); this server has {known}"
     return _refusal(ApiError(error.status_code, said, code="not_found"))

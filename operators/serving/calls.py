@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.chat.chat_format import Message
+from operators.chat.conversation import Conversation
+from operators.chat.tool_calls import CallFormat
 from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED
 from operators.serving.errors import ApiError
-from operators.serving.exchanges import ServedExchange
+from operators.serving.exchanges import Encoded, ServedExchange
 from operators.serving.requests import Request
 from operators.serving.rows import CallGroup, Completion
 from operators.serving.text import Transcript, Vocabulary
@@ -27,8 +31,15 @@ class Choice:
     transcript: Transcript
     tokens: RolloutTokens = field(default_factory=lambda: RolloutTokens.joined(()))
     """Of the completion."""
+    alternatives: Sequence[Sequence[tuple[int, float]]] = ()
+    """By token, where they were asked for."""
+    calls: CallFormat | None = None
+    """How calls of tools are read; None: they are not."""
+    tools: Sequence[Message] = ()
+    message: Message | None = None
+    """The turn as a message, once ended; calls read."""
     finish_reason: str | None = None
-    """stop, length or error, once ended."""
+    """stop, length, tool_calls or error, once ended."""
     error: str | None = None
     failed: int | None = None
     """HTTP status of an answer that cannot hold this choice."""
@@ -42,20 +53,48 @@ class Choice:
         for token in ids[heard:ended_at].tolist():
             self.transcript.push(token)
         if len(ids) >= heard:
-            self.tokens = news.tokens
+            self.tokens, self.alternatives = news.tokens, news.alternatives
         if news.reason is not None:
             self.transcript.finish()
             self.error = news.error
             self.failed = {BROKEN: 500, ABORTED: 503}.get(news.reason)
             self.finish_reason = "error" if self.failed else REASONS.get(news.reason, "length")
+            self.message = {"role": "assistant", "content": self.transcript.text}
+            if self.calls is not None:
+                read = self.calls.read(self.transcript.text, self.tools, first=secrets.randbelow(10**5))
+                self.message = read.message
+            if "tool_calls" in self.message and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+
+    @property
+    def shown(self) -> str:
+        """What of the text may be shown now, as content: no part of a call."""
+        if self.message is not None:
+            return str(self.message["content"])
+        text = self.transcript.text
+        return text if self.calls is None else text[: self.calls.certain(text)].rstrip()
 
     @property
     def completion(self) -> Completion:
         """The choice as a row is made of it."""
         return Completion(
-            text=self.transcript.text, tokens=self.tokens, finish_reason=self.finish_reason or "error",
+            text=self.transcript.text, tokens=self.tokens,
+            finish_reason={"tool_calls": "stop"}.get(self.finish_reason or "error", self.finish_reason or "error"),
             error=self.error,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A prompt of a call before it starts."""
+
+    shown: str
+    """As it is recorded."""
+    text: str | None
+    """As rendered, where a later prompt may go on from it by its text."""
+    encoded: Encoded
+    conversation: Conversation | None = None
+    """Where a later prompt may go on from it by its messages."""
 
 
 @dataclass(eq=False)
@@ -65,13 +104,24 @@ class CallPrompt:
     group: CallGroup
     choices: list[Choice]
     text: str | None
-    """The prompt as rendered; None where it was given as token ids."""
+    """The prompt as rendered; None where it was given as token ids, or has a conversation."""
+    conversation: Conversation | None = None
     work: Work | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether all rollouts have ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
+
+    def continued(self) -> Iterator[tuple[int, Conversation, list[int]]]:
+        """Of each choice its rollout, the conversation with it, and the ids of both."""
+        for position, choice in enumerate(self.choices):
+            if self.conversation is None or choice.failed or choice.message is None:
+                continue
+            conversation = self.conversation.fork()
+            conversation.say(choice.tokens, text=choice.transcript.text, message=choice.message)
+            ids = [*self.group.prompt_tokens, *choice.tokens.ids.tolist()]
+            yield self.group.rollout_id(position), conversation, ids
 
     def exchanges(self, vocabulary: Vocabulary, ends: frozenset[int]) -> list[ServedExchange]:
         """What a later prompt may go on from."""

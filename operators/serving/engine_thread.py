@@ -222,7 +222,8 @@ class EngineThread:
         """Tell of the tokens that streaming rollouts have by now."""
         for ticket, work in self._by_ticket.items():
             if work.streams and (row := self.engine.progress(ticket)) is not None:
-                self._tell(work, News(work.tickets[ticket], row.tokens[row.start :]))
+                tokens, likeliest = row.tokens[row.start :], self._likeliest(work, ticket)
+                self._tell(work, News(work.tickets[ticket], tokens, alternatives=likeliest[: len(tokens)]))
 
     def _starts(self) -> list[Any]:
         """Waiting prompts that start in the next step, in the order of their arrival, as far as they fit."""
@@ -257,7 +258,14 @@ class EngineThread:
             seeds=work.seeds[first : work.begun],
             sampling=work.sampling,
             stop=work.stop,
+            alternatives=work.alternatives,
         )
+
+    def _likeliest(self, work: Work, ticket: int, *, ended: bool = False) -> Sequence[Sequence[tuple[int, float]]]:
+        if not work.alternatives:
+            return ()
+        known = self.engine.alternatives  # type: ignore[attr-defined]
+        return list(known.take(ticket) if ended else known.of(ticket))
 
     def _end(self, finished: Sequence[EndedRollout]) -> None:
         """Tell of rollouts that ended."""
@@ -268,7 +276,8 @@ class EngineThread:
                 error = f"the model's logits are not finite after {len(tokens)} tokens; look at the weights"
             elif row.reason == ABORTED:
                 error = work.why or "the rollout was aborted"
-            self._tell(work, News(work.tickets.pop(row.ticket), tokens, row.reason, error))
+            likeliest = self._likeliest(work, row.ticket, ended=True)[: len(tokens)]
+            self._tell(work, News(work.tickets.pop(row.ticket), tokens, row.reason, error, likeliest))
 
     def _abort(self, work: Work, why: str) -> None:
         """End a work: what is live as it is, what has not begun without a token."""

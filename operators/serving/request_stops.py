@@ -45,12 +45,13 @@ class StopCache:
         self._special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self.made = Latest(MOST_STOPS, self._make)
 
-    def __call__(self, stop: tuple[str, ...]) -> RequestStop | None:
-        """What ends a rollout at any of these strings; None where end tokens do already."""
-        return self.made(stop)
+    def __call__(self, stop: tuple[str, ...], ids: tuple[int, ...] = ()) -> RequestStop | None:
+        """What ends a rollout at any of these strings or ids; None where end tokens do already."""
+        return self.made((stop, ids))
 
-    def _make(self, stop: tuple[str, ...]) -> RequestStop | None:
-        tokens = [self._special[text] for text in stop if text in self._special]
+    def _make(self, asked: tuple[tuple[str, ...], tuple[int, ...]]) -> RequestStop | None:
+        stop, ids = asked
+        tokens = [*ids, *(self._special[text] for text in stop if text in self._special)]
         tokens = [token for token in tokens if token not in self._ends]
         texts = [text for text in stop if text not in self._special]
         return RequestStop(self._tokenizer, tokens, texts) if tokens or texts else None

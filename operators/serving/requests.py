@@ -6,7 +6,7 @@ import difflib
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from operators.serving.bounds import Bounds, read_json
@@ -16,6 +16,8 @@ Kind = Literal["completion", "chat"]
 
 MOST_CHOICES = 128
 """Largest n."""
+MOST_ALTERNATIVES = 20
+"""Largest top_logprobs, and logprobs of a completion."""
 MOST_TOKENS = 2**31 - 1
 """Of a completion, and of top_k: what the engine's numbers hold."""
 
@@ -72,12 +74,20 @@ class Request:
     repetition_penalty: float = 1.0
     n: int = 1
     stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    """Ids that end a rollout, beside the model's own."""
     seed: int | None = None
     logprobs: bool = False
+    alternatives: int = 0
+    """Likeliest tokens that are asked for beside each sampled one."""
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
     user: str | None = None
+
+    def with_(self, **changes: Any) -> Request:
+        """The same with other values."""
+        return replace(self, **changes)
 
     @property
     def knobs(self) -> dict[str, Any]:
@@ -114,6 +124,7 @@ def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
         stop=_stop(given, bounds),
         seed=_whole(given, "seed", None, least=-(2**63), most=2**63 - 1) if "seed" in given else None,
         logprobs=_logprobs(kind, given),
+        alternatives=_alternatives(kind, given),
         stream=_flag(given, "stream"),
         include_usage=_include_usage(given),
         return_token_ids=_flag(given, "return_token_ids"),
@@ -243,17 +254,16 @@ def _max_tokens(kind: Kind, given: Mapping[str, Any]) -> int | None:
 
 
 def _logprobs(kind: Kind, given: Mapping[str, Any]) -> bool:
-    """Whether each sampled token's log-probability is asked for; alternatives beside it cannot be given."""
-    most = "top_logprobs" if kind == "chat" else "logprobs"
-    if most in given and _whole(given, most, 0, least=0) > 0:
-        way_out = "send logprobs=true alone" if kind == "chat" else "send logprobs=0"
-        raise bad(
-            most,
-            f"'{most}' asks for alternatives beside the sampled token, which are not recorded; found "
-            f"{given[most]}; {way_out} for the sampled token's own",
-            "unsupported_parameter",
-        )
+    """Whether each sampled token's log-probability is asked for."""
     return "logprobs" in given if kind == "completion" else _flag(given, "logprobs")
+
+
+def _alternatives(kind: Kind, given: Mapping[str, Any]) -> int:
+    most = "top_logprobs" if kind == "chat" else "logprobs"
+    count = int(_whole(given, most, 0, least=0, most=MOST_ALTERNATIVES))
+    if count and kind == "chat" and not given.get("logprobs"):
+        raise bad(most, f"'{most}' needs log-probabilities; found {count} without them; send logprobs=true")
+    return count
 
 
 def _stop(given: Mapping[str, Any], bounds: Bounds) -> tuple[str, ...]:

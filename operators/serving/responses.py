@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,9 @@ class Chunks:
             yield from self._grown(choice, sent)
             if choice.finish_reason is not None and not sent.ended:
                 sent.ended = True
+                if calls := (choice.message or {}).get("tool_calls"):
+                    told = [{"index": at, **each} for at, each in enumerate(calls)]
+                    yield self._chunk({**self._delta(choice, ""), "delta": {"tool_calls": told}})
                 yield self._chunk({**self._delta(choice, ""), "finish_reason": choice.finish_reason})
 
     def last(self) -> Iterator[dict[str, Any]]:
@@ -85,7 +88,8 @@ class Chunks:
 
     def _grown(self, choice: Choice, sent: _Sent) -> Iterator[dict[str, Any]]:
         request = self._call.request
-        text, drawn = choice.transcript.text[sent.characters :], len(choice.tokens)
+        shown = choice.shown if request.kind == "chat" else choice.transcript.text
+        text, drawn = shown[sent.characters :], len(choice.tokens)
         counts = request.logprobs or request.return_token_ids
         if not text and not (counts and drawn > sent.tokens):
             return
@@ -116,7 +120,10 @@ def _whole_choice(call: ServedCall, choice: Choice, vocabulary: Vocabulary) -> d
     request, text = call.request, choice.transcript.text
     made: dict[str, Any] = {"index": choice.index}
     if request.kind == "chat":
-        made["message"] = {"role": "assistant", "content": text, "refusal": None}
+        message = choice.message or {"content": text}
+        calls = {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
+        content = None if calls and not message["content"] else message["content"]
+        made["message"] = {"role": "assistant", "content": content, "refusal": None, **calls}
     else:
         made["text"] = text
     made["logprobs"] = _logprobs(request.kind, choice, vocabulary, 0) if request.logprobs else None
@@ -137,10 +144,14 @@ def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> 
     sampled = choice.tokens[since:]
     ids, values = sampled.ids.tolist(), [float(value) for value in sampled.logprobs]
     pieces = [vocabulary.decode([token], special=True) for token in ids]
+    likeliest = [
+        [(token, vocabulary.decode([token], special=True), value) for token, value in found]
+        for found in choice.alternatives[since:]
+    ] or [[] for _ in ids]
     if kind == "chat":
         content = [
-            {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
-            for text, value in zip(pieces, values, strict=True)
+            {**_entry(text, value), "top_logprobs": [_entry(name, share) for _, name, share in others]}
+            for text, value, others in zip(pieces, values, likeliest, strict=True)
         ]
         return {"content": content, "refusal": None}
     places = range(since, since + len(ids))
@@ -149,9 +160,21 @@ def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> 
     return {
         "tokens": pieces,
         "token_logprobs": values,
-        "top_logprobs": None,
+        "top_logprobs": [_by_text(found) for found in likeliest] if choice.alternatives else None,
         "text_offset": [last if offset is None else offset for offset in offsets],
     }
+
+
+def _by_text(likeliest: Sequence[tuple[int, str, float]]) -> dict[str, float]:
+    """By text; a token whose text is a part of a character, or that of a likelier one, by its id."""
+    made: dict[str, float] = {}
+    for token, text, value in likeliest:
+        made[f"token_id:{token}" if text in made or "\ufffd" in text else text] = value
+    return made
+
+
+def _entry(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": _bytes(text)}
 
 
 def _bytes(text: str) -> list[int] | None:

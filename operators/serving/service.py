@@ -19,14 +19,18 @@ import xxhash
 
 from dataflow.errors import RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.chat.chat_format import ChatError, ChatFormat
+from operators.chat.conversation import Past
+from operators.chat.tool_calls import format_of
 from operators.engine.finish_reasons import ABORTED
 from operators.serving.bounds import Bounds, Budget
-from operators.serving.calls import CallPrompt, Choice, ServedCall
+from operators.serving.calls import AskedPrompt, CallPrompt, Choice, ServedCall
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.errors import ApiError, bad, too_long
 from operators.serving.exchanges import Encoded, Exchanges, encode
 from operators.serving.requests import Request
 from operators.serving.rows import CallGroup, GroupIds, rows_of
+from operators.serving.sessions import Sessions
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News, Work
 
@@ -55,6 +59,7 @@ class Service:
         vocabulary: int | None = None,
         call_timeout_s: float = 600.0,
         exchanges: int = 1024,
+        past: Past = "sampled",
         bounds: Bounds | None = None,
     ) -> None:
         """Serve `model`, the name that callers use.
@@ -69,6 +74,7 @@ class Service:
             vocabulary: tokens that the model knows; None: those of the tokenizer.
             call_timeout_s: a call that takes longer is ended, and recorded with an error.
             exchanges: how many earlier exchanges a prompt may go on from.
+            past: what becomes of turns that the chat template writes otherwise once they are past.
             bounds: what a call may ask for.
         """
         self.bounds = bounds or Bounds()
@@ -80,9 +86,14 @@ class Service:
         self._ends, self._make_sampling, self._make_stop = ends, make_sampling, make_stop
         self._on_rollout, self._numbers = tuple(on_rollout), numbers or GroupIds()
         self._exchanges = Exchanges(exchanges)
+        self._log = structlog.get_logger()
+        self._sessions = self._sessions_of(tokenizer, past, exchanges)
+        self.calls = None if self._sessions is None else format_of(self._sessions.form)
+        """How the model writes calls of tools; None where that is not known."""
+        if self._sessions is not None and self.calls is not None:
+            self.vocabulary.show(self._sessions.form.calls or "")
         self._calls: weakref.WeakSet[ServedCall] = weakref.WeakSet()
         self._tokens = vocabulary or len(tokenizer)
-        self._log = structlog.get_logger()
 
     def begin(self, request: Request, session: str | None) -> ServedCall:
         """Start a call. Raises ApiError where it cannot be: 400, 404 (model), 429 (overload), 503 (shutting down)."""
@@ -96,15 +107,22 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+        if request.alternatives and not hasattr(self.thread.engine, "alternatives"):
+            raise bad(
+                "top_logprobs" if request.kind == "chat" else "logprobs",
+                f"alternatives are not recorded by this engine; found {request.alternatives} asked for; ask for 0",
+                "unsupported_parameter",
+            )
         try:
             sampling = self._make_sampling(**request.knobs)
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
-        stop = self._make_stop(request.stop) if request.stop else None
+        stops = request.stop or request.stop_tokens
+        stop = self._make_stop(request.stop, request.stop_tokens) if stops else None
         request_id = f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
         parts = []
-        for place, (shown, text, encoded) in enumerate(self._encoded(request, session)):
-            parts.append(self._part(request, place, shown, text, encoded, session, request_id))
+        for place, prompt in enumerate(self._encoded(request, session)):
+            parts.append(self._part(request, place, prompt, session, request_id))
         call = ServedCall(request, parts, self._ends, self._over)
         self._check_room(call)
         works = [self._work(call, part, sampling, stop) for part in parts]
@@ -129,7 +147,15 @@ class Service:
         for call in list(self._calls):
             self.end(call, why)
 
-    def _encoded(self, request: Request, session: str | None) -> list[tuple[str, str | None, Encoded]]:
+    def _sessions_of(self, tokenizer: Any, past: Past, most: int) -> Sessions | None:
+        """None where the chat template has no delimiters that could be told: its chats go on by their text."""
+        try:
+            return Sessions(ChatFormat(tokenizer), past=past, most=most)
+        except ChatError as error:
+            self._log.info("conversations go on by their text", why=str(error))
+            return None
+
+    def _encoded(self, request: Request, session: str | None) -> list[AskedPrompt]:
         """Of each prompt: how it is recorded, its text, its tokens."""
         if request.kind == "chat":
             shown = json.dumps(request.messages, ensure_ascii=False)
@@ -137,16 +163,23 @@ class Service:
             self._check_size("tools", json.dumps(request.tools))
             text = self._rendered(request)
             self._check_size("messages", text)
-            return [(shown, text, encode(self.vocabulary, self._exchanges, text, session=session, chat=True))]
-        found: list[tuple[str, str | None, Encoded]] = []
+            if self._sessions is None:
+                encoded = encode(self.vocabulary, self._exchanges, text, session=session, chat=True)
+                return [AskedPrompt(shown, text, encoded)]
+            try:
+                conversation, encoded = self._sessions.begin(session, request.messages, request.tools)
+            except ChatError as error:
+                raise bad("messages", str(error)) from error
+            return [AskedPrompt(shown, None, encoded, conversation)]
+        found = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 self._check_size("prompt", prompt)
                 encoded = encode(self.vocabulary, self._exchanges, prompt, session=session, chat=False)
-                found.append((prompt, prompt, encoded))
+                found.append(AskedPrompt(prompt, prompt, encoded))
             else:
                 self._check_tokens("prompt", prompt)
-                found.append((self.vocabulary.decode(prompt, special=True), None, Encoded(prompt)))
+                found.append(AskedPrompt(self.vocabulary.decode(prompt, special=True), None, Encoded(prompt)))
         return found
 
     def _check_size(self, param: str, text: str) -> None:
@@ -193,12 +226,11 @@ class Service:
         self,
         request: Request,
         place: int,
-        shown: str,
-        text: str | None,
-        encoded: Encoded,
+        prompt: AskedPrompt,
         session: str | None,
         request_id: str,
     ) -> CallPrompt:
+        encoded = prompt.encoded
         if not encoded.tokens:
             raise bad(
                 "messages" if request.kind == "chat" else "prompt",
@@ -208,7 +240,7 @@ class Service:
         group = CallGroup(
             group_id=self._numbers.take(request.n),
             size=request.n,
-            prompt=shown,
+            prompt=prompt.shown,
             prompt_tokens=encoded.tokens,
             session=session,
             request_id=request_id,
@@ -220,8 +252,12 @@ class Service:
             parameters=_parameters(request),
         )
         first = place * request.n
-        choices = [Choice(first + i, Transcript(self.vocabulary, request.stop)) for i in range(request.n)]
-        return CallPrompt(group, choices, text)
+        reads = self.calls if request.tools else None
+        choices = [
+            Choice(first + i, Transcript(self.vocabulary, request.stop), calls=reads, tools=request.tools)
+            for i in range(request.n)
+        ]
+        return CallPrompt(group, choices, prompt.text, prompt.conversation)
 
     def _check_room(self, call: ServedCall) -> None:
         """Refuse a call that the context has no room for; it is recorded, as any rollout that came to nothing."""
@@ -255,6 +291,7 @@ class Service:
             stop=stop,
             tell=tell,
             streams=call.request.stream,
+            alternatives=call.request.alternatives,
         )
         return part.work
 
@@ -262,6 +299,9 @@ class Service:
         """All rollouts of a prompt have ended: record them, and remember what may be gone on from."""
         for exchange in part.exchanges(self.vocabulary, self._ends):
             self._exchanges.add(exchange)
+        if self._sessions is not None:
+            for rollout_id, conversation, ids in part.continued():
+                self._sessions.add(part.group.session, conversation, ids, rollout_id)
         rows = rows_of(part.group, [choice.completion for choice in part.choices])
         self.recorded += rows.num_rows
         for hear in self._on_rollout:
@@ -291,6 +331,6 @@ def _seed(asked: int | None, place: int, position: int) -> int:
 
 
 def _parameters(request: Request) -> dict[str, Any]:
-    names = ("max_tokens", "n", "stop", "seed")
+    names = ("max_tokens", "n", "stop", "stop_tokens", "seed")
     tools = {"tools": list(request.tools)} if request.tools else {}
     return {**request.knobs, **{name: getattr(request, name) for name in names}, **tools}

@@ -20,9 +20,18 @@ class Vocabulary:
         """Wrap a tokenizer that only this thread uses."""
         self.tokenizer = tokenizer
         self._kinds: dict[int, tuple[bool, bool]] = {}
+        self._shown: frozenset[int] = frozenset()
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+
+    def show(self, text: str) -> None:
+        """Special tokens that stand in this text are a part of the text of tokens from now on."""
+        names = zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True)
+        self._shown = frozenset(token for name, token in names if name in text)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of tokens, without special tokens unless asked for."""
+        """Text of tokens, without special tokens unless asked for (or shown)."""
+        if self._shown and not special:
+            tokens, special = [each for each in tokens if each not in self._special or each in self._shown], True
         return self.tokenizer.decode(  # type: ignore[no-any-return]
             list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
@@ -105,6 +114,12 @@ class Transcript:
     def text(self) -> str:
         """What may be shown now."""
         return self._all[: self._shown]
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that the text ends before."""
+        behind = self._all[self._shown :]
+        return next((stop for stop in self._stops if behind.startswith(stop)), None) if self._cut else None
 
     def push(self, token: int) -> None:
         """One more token, which is not an end token."""

@@ -20,6 +20,8 @@ class News:
     reason: int | None = None
     """STOPPED, TOO_LONG, BROKEN, ABORTED, or None while it goes on."""
     error: str | None = None
+    alternatives: Sequence[Sequence[tuple[int, float]]] = ()
+    """By token the likeliest ids and their log-probabilities, where they were asked for."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,6 +39,8 @@ class Work:
     """A `StopStrings`, or None."""
     tell: Callable[[News], None]
     """Hears of every rollout; called on the engine's thread, and returns soon."""
+    alternatives: int = 0
+    """Likeliest tokens that are wanted beside each one."""
     streams: bool = False
     """Whether it hears of tokens before a rollout ends."""
     begun: int = field(default=0, init=False)

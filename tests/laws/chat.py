@@ -46,4 +46,18 @@ CHAT = (
         instead("return None", "ValueError"),
         "the refusal of what JSON does not have",
     ),
+    Law(
+        "a chat that goes on keeps the ids that were drawn",
+        "test_a_call_is_parsed_and_its_result_goes_on_with_the_ids_that_were_drawn",
+        "operators:Sessions.begin",
+        instead("found, count = None, 0", "_latest"),
+        "the ids of the conversation as it is known",
+    ),
+    Law(
+        "alternatives are those of the distribution that was drawn from",
+        "test_alternatives_are_the_likeliest_of_a_full_pass",
+        "operators.engine.sampler:likeliest",
+        never("gone"),
+        "what truncation left out",
+    ),
 )

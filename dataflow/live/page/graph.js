@@ -62,7 +62,11 @@ export function drawGraph(found) {
     if (edge) lines.set(key(edge), [...(lines.get(key(edge)) || []), element]);
   }
   zoom(Math.max(READABLE, whole()));
+  const [first] = parts.values();
+  if (first) center(first.middle);
 }
+
+const center = ([x, y]) => stage.scrollTo({left: x * scale - stage.clientWidth / 2, top: y * scale - stage.clientHeight / 2});
 
 // Of all nodes one is reached by the tab key, the others from there by the arrow keys.
 function reach(name) {
@@ -98,8 +102,7 @@ finder.addEventListener('change', () => {
   if (picked !== found) pick(found);
   reach(found);
   parts.get(found).element.scrollIntoView({block: 'nearest', inline: 'center'});
-  const {middle} = parts.get(found);
-  stage.scrollTo({left: middle[0] * scale - stage.clientWidth / 2, top: middle[1] * scale - stage.clientHeight / 2});
+  center(parts.get(found).middle);
 });
 finder.addEventListener('input', () => finder.setCustomValidity(''));
 

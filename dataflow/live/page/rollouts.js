@@ -39,6 +39,7 @@ async function show() {
     $('owner').replaceChildren();
     for (const owner of owners) { const each = add($('owner'), 'option', owner || 'the only one'); each.value = owner; }
   }
+  if (owners.length && !owners.includes(asked.node)) { show(); return; }
   rows(found);
   const between = found.steps ? (found.steps[0] === found.steps[1] ? `step ${found.steps[0]}` : `steps ${found.steps[0]} to ${found.steps[1]}`) : '';
   const what = asked.search ? `match '${asked.search}'` : 'are there';

@@ -86,6 +86,8 @@ $('confirm-do').onclick = async () => {
     say($('confirm-answer'), found.answer);
     $('confirm-answer').className = 'done';
     $('confirm-do').hidden = true;
+    const changed = ask.action === 'set' && node?.name === ask.node && node.knobs?.find(knob => knob.name === ask.knob);
+    if (changed) { changed.value = ask.value; show(); }
   } catch (error) {
     say($('confirm-answer'), error.message);
     $('confirm-answer').className = 'bad';

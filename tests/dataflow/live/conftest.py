@@ -58,6 +58,8 @@ class Served:
 
     port: int
     waits: ClientLimits
+    stop: Callable[[], None]
+    """Ends it."""
 
     def get(
         self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET", token: str = TOKEN,
@@ -96,17 +98,21 @@ def serve() -> Iterator[Callable[..., Served]]:
 
     def start(
         folders: Sequence[RunFolder], ask: Any = over, bounds: ClientLimits | None = None,
-        controls: Controls | None = None,
+        controls: Controls | None = None, port: int = 0,
     ) -> Served:  # fmt: skip
         answers = PageAnswers(folders, ask, Steering(controls, "somebody@here") if controls else None)
         server = PageServer(answers, TOKEN, bounds, steer=answers.steer if controls else None)
-        asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.start(port), loop).result(10)
         made.append(server)
-        return Served(server.port, bounds or ClientLimits())
+        return Served(server.port, bounds or ClientLimits(), lambda: stop(server))
+
+    def stop(server: PageServer) -> None:
+        made.remove(server)
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
 
     yield start
-    for server in made:
-        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+    for server in list(made):
+        stop(server)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from chromium import Browser, browser, program
+from rigs.browsing.chromium import Browser, browser, program
 from six_steps import rollouts
 from under_way import told
 
 from dataflow.errors import RunError
+from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live.steering import Controls
 
@@ -169,6 +170,25 @@ def test_an_episodes_turns_stand_apart(folder: RunFolder, serve: Callable[..., A
         "prompt", "policy, turn 1", "world", "policy, turn 2",
     ]  # fmt: skip
     assert "turns2 of the policy" in page.ask("document.querySelector('#rollout-body .card').textContent")
+
+
+def test_where_several_trainers_keep_their_own_rollouts_those_of_one_are_shown(
+    folder: RunFolder, serve: Callable[..., Any], window: Browser
+) -> None:
+    for node in ("actor", "critic"):
+        (folder.rollouts / node).mkdir()
+        for path in folder.rollouts.glob("*.arrow"):
+            (folder.rollouts / node / path.name).write_bytes(path.read_bytes())
+    for path in folder.rollouts.glob("*.arrow"):
+        path.unlink()
+    with Ledger.open(folder.ledger) as ledger:
+        for step in range(1, STEPS + 1):
+            for node in ("actor", "critic"):
+                ledger.commit_step(node, step, version=step, source="prompts", trained=[])
+    page = filled(window, serve([folder]).port)
+    assert page.ask("[...document.getElementById('owner').options].map(e => e.value)") == ["actor", "critic"]
+    page.ask("document.querySelector('#rows tbody a').click()")
+    page.wait("location.hash.includes('rollout=step/actor/') && document.querySelectorAll('.tokens span').length")
 
 
 def test_a_node_is_found_by_a_part_of_its_name(page: Browser) -> None:

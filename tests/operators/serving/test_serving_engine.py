@@ -90,6 +90,21 @@ def test_greedy_completions_are_those_of_generate(client, model, tokenizer):
         assert choice["text"] == tokenizer.decode(text, skip_special_tokens=True)
 
 
+def test_alternatives_are_the_likeliest_of_a_full_pass(client, model, rows):
+    for knobs in ({}, {"temperature": 1.3, "top_k": 3}, {"top_p": 0.8}, {"temperature": 0}):
+        (choice,) = complete(client, prompt="hello world", max_tokens=6, logprobs=5, seed=3, **knobs)
+        ids = torch.tensor(rows[-1]["tokens"])
+        start = len(ids) - len(choice["token_ids"])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
+        table = log_distribution(logits, Sampling(**knobs), None)
+        found = choice["logprobs"]["top_logprobs"]
+        assert len(found) == len(choice["token_ids"])
+        for row, likeliest in zip(table, found, strict=True):
+            best = row.topk(5).values
+            np.testing.assert_allclose(list(likeliest.values()), best[best > -torch.inf], atol=1e-4)
+
+
 KNOBS = [
     {},
     {"temperature": 0.7},

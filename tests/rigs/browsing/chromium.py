@@ -45,6 +45,11 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.do(f"{domain}.enable")
 
+    @property
+    def pid(self) -> int:
+        """Of the browser, below which all its processes are."""
+        return self._process.pid
+
     def do(self, method: str, **values: Any) -> dict[str, Any]:
         """Have a command of the browser's protocol done; what it gives."""
         self._number += 1

@@ -1,0 +1,180 @@
+"""Anthropic's messages: read into a chat, and told as content blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from operators.serving.apis.api import Api, named_event, only_fields, texts_of
+from operators.serving.bounds import Bounds
+from operators.serving.calls import Choice, ServedCall
+from operators.serving.errors import ApiError, bad
+from operators.serving.requests import Request, parse
+from operators.serving.text import Vocabulary
+
+FIELDS: dict[str, Any] = {
+    "model": None, "max_tokens": None, "messages": None, "system": None, "tools": None, "tool_choice": None,
+    "temperature": None, "top_p": None, "top_k": None, "stop_sequences": None, "stream": None, "metadata": None,
+    "service_tier": None, "thinking": ({"type": "disabled"},),
+}  # fmt: skip
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+
+
+def parse_messages(body: Any, bounds: Bounds) -> Request:
+    """The chat that a body asks for. Raises ApiError."""
+    given = only_fields(body, FIELDS)
+    if "max_tokens" not in given:
+        raise bad("max_tokens", "'max_tokens' is missing; found none; give how many tokens may be written")
+    said = given.get("messages")
+    if not isinstance(said, list):
+        raise bad("messages", f"'messages' must be a list; found {str(said)[:80]!r}; give at least one")
+    system = texts_of("system", given["system"]) if "system" in given else ""
+    messages: list[Any] = [{"role": "system", "content": system}] if system else []
+    for place, message in enumerate(said):
+        messages += _messages(f"messages[{place}]", message)
+    chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
+    chat |= {"messages": messages, "stop": given.get("stop_sequences"), "user": _user(given)}
+    if given.get("tools"):
+        chat |= {"tools": [_tool(tool) for tool in given["tools"]], "tool_choice": _tool_choice(given)}
+    return parse("chat", chat, bounds)
+
+
+def _user(given: Mapping[str, Any]) -> Any:
+    found = given.get("metadata", {})
+    return found.get("user_id") if isinstance(found, dict) else None
+
+
+def _tool_choice(given: Mapping[str, Any]) -> Any:
+    choice = given.get("tool_choice", {"type": "auto"})
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    return {"auto": "auto", "none": "none", "any": "required"}.get(str(kind), choice)
+
+
+def _tool(tool: Any) -> Any:
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or tool.get("type", "custom") != "custom":
+        raise bad(
+            "tools", f"'tools' may have tools of the caller's own; found {str(tool)[:80]!r}; give name and schema"
+        )
+    function = {"name": tool["name"], "description": tool.get("description", "")}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema", {})}}
+
+
+def _messages(where: str, message: Any) -> Iterator[Any]:
+    """Messages of a chat: results of tools each have their own."""
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if role not in ("user", "assistant"):
+        raise bad(where, f"'{where}' is neither the user's nor the assistant's; found {str(message)[:80]!r}; mend it")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise bad(where, f"'{where}' has no content; found {str(content)[:80]!r}; give a text, or blocks")
+    apart = "tool_result" if role == "user" else "tool_use"
+    tools = [block for block in blocks if block.get("type") == apart]
+    rest = [block for block in blocks if block.get("type") != apart]
+    text = texts_of(where, rest)
+    if role == "assistant":
+        calls = [
+            {
+                "id": block.get("id"), "type": "function",
+                "function": {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))},
+            }
+            for block in tools
+        ]  # fmt: skip
+        yield {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+        return
+    for block in tools:
+        told = texts_of(where, block.get("content", ""))
+        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told}
+    if rest or not tools:
+        yield {"role": "user", "content": text}
+
+
+def whole_message(call: ServedCall, _: Vocabulary) -> dict[str, Any]:
+    """The answer of a call that is over."""
+    (choice,) = call.choices
+    return {**_head(call), "content": _blocks(choice), **_stop(choice), "usage": _usage(call)}
+
+
+def _head(call: ServedCall) -> dict[str, Any]:
+    return {"id": f"msg_{call.request_id}", "type": "message", "role": "assistant", "model": call.request.model}
+
+
+def _blocks(choice: Choice) -> list[dict[str, Any]]:
+    text = [{"type": "text", "text": choice.shown}] if choice.shown else []
+    return [*text, *_uses(choice)]
+
+
+def _uses(choice: Choice) -> list[dict[str, Any]]:
+    calls: Sequence[Any] = (choice.message or {}).get("tool_calls", ())
+    return [
+        {
+            "type": "tool_use", "id": call["id"], "name": call["function"]["name"],
+            "input": json.loads(call["function"]["arguments"]),
+        }
+        for call in calls
+    ]  # fmt: skip
+
+
+def _stop(choice: Choice) -> dict[str, Any]:
+    by = choice.transcript.stopped_by
+    reasons = {"stop": "end_turn" if by is None else "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
+    return {"stop_reason": reasons.get(str(choice.finish_reason)), "stop_sequence": by}
+
+
+def _usage(call: ServedCall) -> dict[str, int]:
+    wrote = sum(len(choice.tokens) for choice in call.choices)
+    return {"input_tokens": len(call.parts[0].group.prompt_tokens), "output_tokens": wrote}
+
+
+class ToldMessage:
+    """The events of a message, block by block."""
+
+    def __init__(self, call: ServedCall, _: Vocabulary) -> None:
+        """Nothing told yet."""
+        self._call = call
+        self._begun, self._characters = False, 0
+
+    def new(self) -> Iterator[str]:
+        """Events of what has come since the last call."""
+        (choice,) = self._call.choices
+        if not self._begun:
+            self._begun = True
+            head = {**_head(self._call), "content": [], "stop_reason": None, "stop_sequence": None}
+            yield named_event({"type": "message_start", "message": {**head, "usage": _usage(self._call)}})
+        text = choice.shown[self._characters :]
+        if text:
+            if not self._characters:
+                yield _begins(0, {"type": "text", "text": ""})
+            self._characters += len(text)
+            yield _grows(0, {"type": "text_delta", "text": text})
+
+    def last(self) -> Iterator[str]:
+        """Events after all else."""
+        (choice,) = self._call.choices
+        at = 0
+        if self._characters:
+            yield named_event({"type": "content_block_stop", "index": 0})
+            at = 1
+        for index, use in enumerate(_uses(choice), at):
+            yield _begins(index, {**use, "input": {}})
+            spelled = json.dumps(use["input"], ensure_ascii=False)
+            yield _grows(index, {"type": "input_json_delta", "partial_json": spelled})
+            yield named_event({"type": "content_block_stop", "index": index})
+        yield named_event({"type": "message_delta", "delta": _stop(choice), "usage": _usage(self._call)})
+        yield named_event({"type": "message_stop"})
+
+
+def _begins(index: int, block: Mapping[str, Any]) -> str:
+    return named_event({"type": "content_block_start", "index": index, "content_block": block})
+
+
+def _grows(index: int, delta: Mapping[str, Any]) -> str:
+    return named_event({"type": "content_block_delta", "index": index, "delta": delta})
+
+
+def _failed(error: ApiError) -> dict[str, Any]:
+    kind = "api_error" if error.status >= 500 else error.body["error"]["type"]
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+MESSAGES = Api("/v1/messages", parse_messages, whole_message, ToldMessage, failed=_failed, event=named_event)

@@ -1,0 +1,188 @@
+"""OpenAI's responses: read into a chat, and told as output items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from operators.serving.apis.api import Api, named_event, only_fields, texts_of
+from operators.serving.bounds import Bounds
+from operators.serving.calls import Choice, ServedCall
+from operators.serving.errors import bad
+from operators.serving.requests import Request, parse
+from operators.serving.responses import usage
+from operators.serving.text import Vocabulary
+
+FIELDS: dict[str, Any] = {
+    "model": None, "input": None, "instructions": None, "tools": None, "tool_choice": None, "temperature": None,
+    "top_p": None, "max_output_tokens": None, "stream": None, "user": None, "metadata": None, "store": None,
+    "parallel_tool_calls": None, "service_tier": None, "safety_identifier": None, "prompt_cache_key": None,
+    "truncation": ("disabled",), "text": ({"format": {"type": "text"}}, {}), "include": ([],), "background": (False,),
+    "top_logprobs": (0,),
+}  # fmt: skip
+TEXTS = ("input_text", "output_text", "text")
+
+
+def parse_response(body: Any, bounds: Bounds) -> Request:
+    """The chat that a body asks for. Raises ApiError."""
+    given = only_fields(body, FIELDS)
+    messages: list[Any] = []
+    if "instructions" in given:
+        messages.append({"role": "system", "content": texts_of("instructions", given["instructions"])})
+    asked = given.get("input")
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    if not isinstance(items, list):
+        raise bad("input", f"'input' must be a text or a list of items; found {str(asked)[:80]!r}; give one")
+    for place, item in enumerate(items):
+        _add(messages, f"input[{place}]", item)
+    chat: dict[str, Any] = {
+        name: given[name] for name in ("model", "temperature", "top_p", "stream", "user") if name in given
+    }
+    chat |= {"messages": messages, "max_tokens": given.get("max_output_tokens")}
+    if given.get("tools"):
+        tools = [_tool(tool) for tool in given["tools"]]
+        chat |= {"tools": tools, "tool_choice": given.get("tool_choice", "auto")}
+    return parse("chat", chat, bounds)
+
+
+def _tool(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise bad("tools", f"'tools' may have functions; found {str(tool)[:80]!r}; give type, name and parameters")
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _add(messages: list[Any], where: str, item: Any) -> None:
+    """An item of the input as a message; calls belong to the assistant's message before them."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
+        role = {"developer": "system"}.get(item["role"], item["role"])
+        messages.append({"role": role, "content": texts_of(where, item.get("content"), TEXTS)})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+    elif kind == "function_call_output":
+        content = texts_of(where, item.get("output"), TEXTS)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    else:
+        raise bad(where, f"'{where}' is no message, call or result; found {str(item)[:80]!r}; leave it out")
+
+
+def whole_response(call: ServedCall, _: Vocabulary) -> dict[str, Any]:
+    """The answer of a call that is over."""
+    (choice,) = call.choices
+    short = choice.finish_reason == "length"
+    return {
+        **_head(call), "status": "incomplete" if short else "completed", "output": _items(call, choice),
+        "incomplete_details": {"reason": "max_output_tokens"} if short else None, "usage": _usage(call),
+    }  # fmt: skip
+
+
+def _head(call: ServedCall) -> dict[str, Any]:
+    request = call.request
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools]
+    return {
+        "id": f"resp_{call.request_id}", "object": "response", "created_at": call.created, "model": request.model,
+        "status": "in_progress", "error": None, "incomplete_details": None, "instructions": None, "metadata": {},
+        "output": [], "parallel_tool_calls": True, "temperature": request.temperature, "top_p": request.top_p,
+        "tool_choice": "auto", "tools": tools,
+        "max_output_tokens": request.max_tokens, "previous_response_id": None, "truncation": "disabled", "usage": None,
+    }  # fmt: skip
+
+
+def _usage(call: ServedCall) -> dict[str, Any]:
+    found = usage(call)
+    return {
+        "input_tokens": found["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": found["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": found["total_tokens"],
+    }  # fmt: skip
+
+
+def _message_item(call: ServedCall, text: str | None) -> dict[str, Any]:
+    """The item of a text; None: as it begins."""
+    part = [] if text is None else [_part(text)]
+    status = "in_progress" if text is None else "completed"
+    return {"id": f"msg_{call.request_id}", "type": "message", "role": "assistant", "status": status, "content": part}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call_items(choice: Choice) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"], "status": "completed",
+        }
+        for call in (choice.message or {}).get("tool_calls", ())
+    ]  # fmt: skip
+
+
+def _items(call: ServedCall, choice: Choice) -> list[dict[str, Any]]:
+    calls = _call_items(choice)
+    return [*([_message_item(call, choice.shown)] if choice.shown or not calls else []), *calls]
+
+
+class ToldResponse:
+    """The events of a response, item by item."""
+
+    def __init__(self, call: ServedCall, vocabulary: Vocabulary) -> None:
+        """Nothing told yet."""
+        self._call, self._vocabulary = call, vocabulary
+        self._number, self._characters = 0, 0
+
+    def new(self) -> Iterator[str]:
+        """Events of what has come since the last call."""
+        (choice,) = self._call.choices
+        if not self._number:
+            yield self._event("response.created", {"response": _head(self._call)})
+            yield self._event("response.in_progress", {"response": _head(self._call)})
+        text = choice.shown[self._characters :]
+        if text:
+            if not self._characters:
+                yield from self._opened()
+            self._characters += len(text)
+            yield self._event("response.output_text.delta", {**self._place(), "delta": text, "logprobs": []})
+
+    def last(self) -> Iterator[str]:
+        """Events after all else."""
+        (choice,) = self._call.choices
+        for index, item in enumerate(_items(self._call, choice)):
+            if item["type"] == "message":
+                if not self._characters:
+                    yield from self._opened()
+                text = choice.shown
+                yield self._event("response.output_text.done", {**self._place(), "text": text, "logprobs": []})
+                yield self._event("response.content_part.done", {**self._place(), "part": _part(text)})
+            else:
+                begun = {**item, "arguments": "", "status": "in_progress"}
+                place = {"item_id": item["id"], "output_index": index}
+                spelled = item["arguments"]
+                yield self._event("response.output_item.added", {"output_index": index, "item": begun})
+                yield self._event("response.function_call_arguments.delta", {**place, "delta": spelled})
+                yield self._event(
+                    "response.function_call_arguments.done", {**place, "name": item["name"], "arguments": spelled}
+                )
+            yield self._event("response.output_item.done", {"output_index": index, "item": item})
+        answer = whole_response(self._call, self._vocabulary)
+        yield self._event(f"response.{answer['status']}", {"response": answer})
+
+    def _opened(self) -> Iterator[str]:
+        item = {"output_index": 0, "item": _message_item(self._call, None)}
+        yield self._event("response.output_item.added", item)
+        yield self._event("response.content_part.added", {**self._place(), "part": _part("")})
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": f"msg_{self._call.request_id}", "output_index": 0, "content_index": 0}
+
+    def _event(self, kind: str, body: Mapping[str, Any]) -> str:
+        self._number += 1
+        return named_event({"type": kind, "sequence_number": self._number - 1, **body})
+
+
+RESPONSES = Api("/v1/responses", parse_response, whole_response, ToldResponse)

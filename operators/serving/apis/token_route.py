@@ -1,0 +1,92 @@
+"""The token route: ids in, ids and log-probabilities out, at the server's root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from operators.serving.apis.api import Api, only_fields
+from operators.serving.bounds import Bounds
+from operators.serving.calls import ServedCall
+from operators.serving.errors import bad
+from operators.serving.requests import MOST_TOKENS, Request, parse
+from operators.serving.responses import event, usage
+from operators.serving.text import Vocabulary
+
+FIELDS: dict[str, Any] = {
+    "model": None, "token_ids": None, "sampling_params": None, "cache_salt": None, "priority": None, "request_id": None,
+    "stream": None, "return_token_ids": None, "features": ([], {}), "content_parts": ([],),
+}  # fmt: skip
+"""What a body may give; salt and priority change nothing here."""
+SAMPLING: dict[str, Any] = {
+    "max_tokens": None, "temperature": None, "top_p": None, "top_k": None, "min_p": None, "repetition_penalty": None,
+    "n": None, "seed": None, "stop": None, "stop_token_ids": None, "logprobs": (0, 1), "prompt_logprobs": (0,),
+    "skip_special_tokens": (False,), "spaces_between_special_tokens": None, "detokenize": None,
+    "include_stop_str_in_output": None, "ignore_eos": (False,), "min_tokens": (0,), "presence_penalty": (0,),
+    "frequency_penalty": (0,), "bad_words": ([],), "logit_bias": ({},), "output_kind": None,
+    "routed_experts_prompt_start": None,
+}  # fmt: skip
+_OWN = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "seed", "stop")
+
+
+def parse_tokens(body: Any, bounds: Bounds) -> Request:
+    """The call that a body asks for. Raises ApiError."""
+    given = only_fields(body, FIELDS)
+    sampling = only_fields(given.get("sampling_params", {}), SAMPLING)
+    ids = given.get("token_ids")
+    if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
+        raise bad("token_ids", f"'token_ids' must be a list of ids; found {str(ids)[:80]!r}; give at least one")
+    asked = {name: sampling[name] for name in _OWN if name in sampling}
+    made = parse(
+        "completion",
+        {
+            "max_tokens": MOST_TOKENS, **asked, "model": given.get("model"), "prompt": ids, "logprobs": 0,
+            "return_token_ids": True, "stream": given.get("stream", False),
+        },
+        bounds,
+    )  # fmt: skip
+    stops = sampling.get("stop_token_ids", [])
+    if not isinstance(stops, list) or len(stops) > bounds.stops or not all(type(one) is int for one in stops):
+        raise bad("stop_token_ids", f"'stop_token_ids' must be a list of ids; found {str(stops)[:80]!r}; mend it")
+    limit = None if "max_tokens" not in sampling else made.max_tokens
+    return made.with_(max_tokens=limit, stop_tokens=tuple(stops))
+
+
+def whole_tokens(call: ServedCall, _: Vocabulary) -> dict[str, Any]:
+    """The answer of a call that is over."""
+    choices = []
+    for choice in call.choices:
+        ids, values = choice.tokens.ids.tolist(), [float(value) for value in choice.tokens.logprobs]
+        content: list[dict[str, Any]] = [
+            {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+            for token, value in zip(ids, values, strict=True)
+        ]
+        choices.append(
+            {
+                "index": choice.index, "token_ids": ids, "logprobs": {"content": content},
+                "finish_reason": choice.finish_reason, "versions": choice.tokens.versions.tolist(),
+            }
+        )  # fmt: skip
+    return {
+        "request_id": call.request_id, "model": call.request.model, "choices": choices,
+        "prompt_token_ids": list(call.parts[0].group.prompt_tokens), "usage": usage(call),
+    }  # fmt: skip
+
+
+class ToldTokens:
+    """The whole answer as one event."""
+
+    def __init__(self, call: ServedCall, vocabulary: Vocabulary) -> None:
+        """Nothing told yet."""
+        self._call, self._vocabulary = call, vocabulary
+
+    def new(self) -> Iterator[str]:
+        """Nothing before the end."""
+        yield from ()
+
+    def last(self) -> Iterator[str]:
+        """The answer."""
+        yield event(whole_tokens(self._call, self._vocabulary))
+
+
+TOKEN_ROUTE = Api("/inference/v1/generate", parse_tokens, whole_tokens, ToldTokens)

@@ -1,0 +1,108 @@
+"""Conversations by the messages that callers know of them, so that a call goes on with the ids of those before it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from operators.chat.chat_format import ChatFormat, Message
+from operators.chat.conversation import Conversation, Past
+from operators.serving.exchanges import Encoded
+
+MOST_IDS = 1 << 24
+"""Token ids of all conversations that are kept, 64 MiB."""
+
+
+@dataclass(frozen=True)
+class KnownTurn:
+    """A conversation as it stood after a turn of the policy's."""
+
+    conversation: Conversation
+    rollout_id: int
+    ids: tuple[int, ...]
+    """Of its last row."""
+
+
+class Sessions:
+    """The latest conversations, by session, tools and messages; those used longest ago go first."""
+
+    def __init__(self, form: ChatFormat, *, past: Past = "sampled", most: int = 1024) -> None:
+        """Begin with none. past: what becomes of turns that the template writes otherwise later."""
+        self.form = form
+        self._past, self._most, self._ids = past, most, 0
+        self._known: OrderedDict[str, KnownTurn] = OrderedDict()
+
+    def begin(
+        self, session: str | None, messages: Sequence[Message], tools: Sequence[Message]
+    ) -> tuple[Conversation, Encoded]:
+        """The conversation that these messages go on with, or a new one, and its prompt's ids. Raises ChatError."""
+        found, count = self._latest(session, messages, tools)
+        if found is None:
+            conversation = Conversation(self.form, messages, tools=tools, past=self._past)
+            return conversation, Encoded(tuple(conversation.prompt().tolist()))
+        conversation = found.conversation.fork()
+        if any(message.get("role") == "assistant" for message in messages[count:]):
+            conversation.rewrite(messages)
+        else:
+            conversation.hear(*messages[count:])
+        ids = tuple(conversation.prompt().tolist())
+        size = len(found.ids)
+        if ids[:size] != found.ids:
+            return conversation, Encoded(ids)
+        return conversation, Encoded(ids, found.rollout_id, size)
+
+    def add(self, session: str | None, conversation: Conversation, ids: Sequence[int], rollout_id: int) -> None:
+        """Remember a conversation that ends with a turn of the policy's."""
+        *_, key = _keys(session, conversation.messages, conversation.tools)
+        self._drop(key)
+        self._known[key] = KnownTurn(conversation, rollout_id, tuple(ids))
+        self._ids += len(ids)
+        while len(self._known) > self._most or self._ids > MOST_IDS:
+            self._drop(next(iter(self._known)))
+
+    def _latest(
+        self, session: str | None, messages: Sequence[Message], tools: Sequence[Message]
+    ) -> tuple[KnownTurn | None, int]:
+        """What is known of the longest beginning of the messages, and how many of them that are."""
+        for count, key in reversed(list(enumerate(_keys(session, messages, tools), 1))):
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key], count
+        return None, 0
+
+    def _drop(self, key: str) -> None:
+        gone = self._known.pop(key, None)
+        self._ids -= 0 if gone is None else len(gone.ids)
+
+
+def _keys(session: str | None, messages: Sequence[Message], tools: Sequence[Message]) -> Iterator[str]:
+    """A key for every beginning of the messages."""
+    digest = xxhash.xxh3_128(json.dumps([session, list(tools)], sort_keys=True).encode())
+    for message in messages:
+        digest.update(json.dumps(_plain(message), sort_keys=True).encode())
+        yield digest.hexdigest()
+
+
+def _plain(message: Message) -> Any:
+    """What of a message tells it from others, however a client sends it back."""
+    calls = [_plain_call(call) for call in message.get("tool_calls") or ()]
+    names = {"role", "tool_call_id"} | (set() if message.get("role") in ("assistant", "tool") else {"name"})
+    return {name: message[name] for name in names & set(message)} | {
+        "content": message.get("content") or "",
+        "calls": calls,
+    }
+
+
+def _plain_call(call: Mapping[str, Any]) -> Any:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return [call.get("id"), function.get("name"), arguments]
