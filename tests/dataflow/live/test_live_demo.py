@@ -80,6 +80,7 @@ PICK = """(name => { const node = [...document.querySelectorAll('#stage .node')]
   if (!node.classList.contains('picked')) node.dispatchEvent(new MouseEvent('click')); })('%s')"""
 
 
+@pytest.mark.timeout(600)
 def test_the_demo_is_watched_and_stopped_from_its_page(tmp_path: Path) -> None:
     program_ = [sys.executable, "-m", "graphs.sorting", "--steps", "100000", "--eval-every", "10",
                 "--runs", str(tmp_path / "runs"), "--policy", str(tmp_path / "policy")]  # fmt: skip
