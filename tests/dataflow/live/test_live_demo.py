@@ -37,7 +37,6 @@ def driven(page: Browser) -> None:
     page.wait("[...document.querySelectorAll('#edges td')].some(e => /\\d+ of \\d+/.test(e.textContent))", 60)
     assert all(share <= 100.5 for share in page.ask(SHARES)) and any(share > 50 for share in page.ask(SHARES))
     assert "MiB" in seen(page, "nodes") and "trainer → generator" in seen(page, "weights")
-    page.wait()
     page.ask("document.querySelector('#question button').click()")
     page.wait("document.querySelectorAll('#rows tbody tr').length == 50", 60)
     page.ask("document.querySelector('#rows tbody a').click()")
