@@ -25,6 +25,8 @@ from dataflow.launchers.named import known_hosts, launcher_named
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices
 from dataflow.run import inline, make_plan, run
+from dataflow.trackers.chosen import Wished
+from dataflow.trackers.libraries.prometheus import PrometheusTracker
 
 
 def main(
@@ -111,6 +113,13 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         None,
         "address or path to which checkpoints are copied, as in s3://bucket/folder; see dataflow resume --from",
     ),
+    "track": (
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        (),
+        "tell the run to wandb, tensorboard, trackio, mlflow or opentelemetry too, or to a tracker of your own, as "
+        "my_module:MyTracker; may be given several times",
+    ),
+    "metrics_port": (int | None, None, "serve the run's figures to Prometheus at this port of this machine alone"),
     "on": (
         str,
         "",
@@ -184,8 +193,13 @@ def _act(
         graph, **how, on=inline() if flags["inline"] else launcher, seed=flags["seed"], runs=flags["runs"],
         quiet=flags["quiet"], resume=flags["resume"], foreseen=foreseen,
         standby=flags["standby"], keep_steps=flags["keep_steps"], checkpoint_to=flags["checkpoint_to"], launch=launch,
-        limits=limits,
+        limits=limits, track=_trackers(flags["track"], flags["metrics_port"]),
     )  # fmt: skip
+
+
+def _trackers(names: tuple[str, ...], port: int | None) -> list[Wished] | None:
+    """None: none were named."""
+    return [*names, *([PrometheusTracker(port=port)] if port is not None else [])] or None
 
 
 def _command(build: Callable[..., Graph], steps: int | None, chosen: dict[str, Any]) -> Callable[..., None]:

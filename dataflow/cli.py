@@ -43,6 +43,7 @@ from dataflow.scheduler.requests import (
 )
 from dataflow.settable import read_value
 from dataflow.system.files import write_atomically
+from dataflow.trackers.command import track_run
 
 Run = Annotated[Path, tyro.conf.Positional]
 Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -65,6 +66,7 @@ def main() -> None:
                 "replay": replay,
                 "doctor": doctor,
                 "live": live,
+                "track": track_run,
                 "calibrate": calibrate,
                 "launch": launch,
                 "list": list_runs,

@@ -53,6 +53,11 @@ class Limits:
     copy_s: float = 60.0
     """For an address that takes no copies of checkpoints: a run waits so long for it at its end; before, it is told of
     that often."""
+    track_s: float = 60.0
+    """A tracker that is silent for so long in one call is ended, while the run goes on; and a run waits so long at its
+    end for trackers to take in what is left."""
+    track_again_s: float = 600.0
+    """Before a tracker that failed is tried again, at most."""
     stop_s: float = 10.0
     """For workers to wind down before they are killed."""
     adopt_s: float = 60.0

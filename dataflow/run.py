@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from dataflow.scheduler.table import Table
 from dataflow.structure import kept_by
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
+from dataflow.trackers.chosen import TRACK, Wished, choose, recorded_names
 from dataflow.worker.host import Settings
 
 KEEP = "keep_steps"
@@ -170,6 +171,7 @@ def run(
     standby: bool = False,
     keep_steps: int | None = None,
     checkpoint_to: str | None = None,
+    track: Sequence[Wished] | None = None,
     launch: Launch | None = None,
     foreseen: Mapping[str, Any] | None = None,
 ) -> Result:
@@ -195,6 +197,7 @@ def run(
     checkpoint_to: an address, as `pyarrow.fs.FileSystem.from_uri` takes it, or a path: each checkpoint is copied there,
     with the ledger, so that a host which does not see the run folder can go on from it (`dataflow resume --from`).
     None: nowhere, or as the run that is resumed had it.
+    track: who is told of the run elsewhere (docs/trackers.md). None: nobody, or the libraries of the resumed run.
     launch: how `dataflow resume` starts this program again; `main` knows it.
     foreseen: what `dataflow.foresight` tells of this run; kept in foreseen.json, and compared with what comes.
     Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
@@ -226,6 +229,8 @@ def run(
         check_same(before, recorded, graph_facts(graph), seed)
         steps, seed = recorded.steps if steps is None else steps, recorded.seed
         keep_steps = recorded.config.get(KEEP) if keep_steps is None else keep_steps
+        track = recorded.config.get(TRACK) if track is None else track
+    trackers = choose(track or ())
     if isinstance(on, Launcher):
         check_hosted(listen, standby=standby)
     in_one_process = isinstance(on, Inline)
@@ -274,7 +279,7 @@ def run(
         elif recorded is None:
             orphans.clear_all(folder.path.parent)
             begun = Begun()
-            _describe(folder, graph, planned, settings, launch)
+            _describe(folder, graph, planned, settings, {KEY: launch, TRACK: recorded_names(trackers)})
             if foreseen:
                 folder.write_json(FORESEEN, foreseen)
         else:
@@ -284,7 +289,7 @@ def run(
             _describe_again(folder, graph, planned, settings, recorded, begun)
         what = RunSpec(
             graph=graph, plan=planned, settings=settings, begun=begun, quiet=quiet,
-            in_one_process=in_one_process, taken=taken, server=server,
+            in_one_process=in_one_process, taken=taken, server=server, track=trackers,
         )  # fmt: skip
         terminal = os.dup(2) if standby else None
         if terminal is not None:
@@ -367,9 +372,9 @@ def _judged(folder: RunFolder, quiet: bool) -> Verdict:
     return verdict
 
 
-def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, launch: Launch | None) -> None:
+def _describe(folder: RunFolder, graph: Graph, planned: Plan, settings: Settings, more: Mapping[str, Any]) -> None:
     """Put down what is run before it runs."""
-    how = {"command": [sys.executable, *sys.argv], KEY: launch, "seed": settings.seed, "steps": settings.steps,
+    how = {"command": [sys.executable, *sys.argv], **more, "seed": settings.seed, "steps": settings.steps,
            KEEP: settings.keep_steps, COPIES: settings.copies or None, "begun": time.time(),
            ENVIRONMENT: environment(this_machine())}  # fmt: skip
     with Ledger.create(folder.ledger, consumers(graph)) as ledger:

@@ -5,6 +5,7 @@
     python -m bench.foresight --own                               # our own runs on this machine: bench.foresight.own
     python -m bench.foresight --choice                            # does auto pick the fastest: bench.foresight.choice
     python -m bench.foresight --unlike                            # 64 H100 with 64 L40S: bench.foresight.unlike
+    python -m bench.foresight --search                            # a thousand placements: bench.foresight.search
     python -m bench.foresight --generator                         # time per token, on measured rows of servers
 
 A system has two constants, the shares of data-sheet rates that it reaches (memory and links, matrix products), and one
@@ -32,7 +33,9 @@ from bench.foresight.constants import FITTED
 from bench.foresight.fit import Ratio, by_costs, by_devices, by_mean, fitted, left_out, ratios
 from bench.foresight.generator import generator
 from bench.foresight.own import own
-from bench.foresight.published import PRACTICES, Practice, by_system, read_models, read_rows, seen
+from bench.foresight.published import PRACTICES, Practice, by_system, read_models, seen
+from bench.foresight.rows import read_rows, understood
+from bench.foresight.search import search
 from bench.foresight.unlike import unlike
 from bench.report import Report
 from dataflow.foresight.rates import ASSUMED, Rates
@@ -54,20 +57,26 @@ def main() -> int:
         "--choice", action="store_true", help="run every placement of ten graphs, and see what auto picks"
     )
     what.add_argument("--generator", action="store_true", help="runs of servers that aiconfigurator-core has measured")
+    what.add_argument("--search", action="store_true", help="how long a search takes, on 1,024 H100")
     what.add_argument("--unlike", action="store_true", help="foresee 64 H100 and 64 L40S, together, alone, by hand")
     both = "of --own and --choice"
     parser.add_argument("--graphs", default="", help="of --choice: these alone, by name, as in 'small+tail'")
     parser.add_argument("--policies", type=Path, default=Path("policies"), help=f"{both}: folder for the policies")
     parser.add_argument("--keep", type=Path, help=f"{both}: where run folders stay; those there are not made again")
+    parser.add_argument("--seconds", type=float, help=f"{both}: begin no run after so many; call again for the others")
+    parser.add_argument("--rounds", type=int, default=3, help="of --choice: how often placements near the best are run")
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
     parser.add_argument("--models", type=Path, default=MODELS, help="dimensions of models (default: those known here)")
     options = parser.parse_args()
     if options.own:
-        return own(options.json, options.policies, options.keep)
+        return own(options.json, options.policies, options.keep, options.seconds)
     if options.choice:
         return choice(
-            options.json, options.policies, options.keep, [each for each in options.graphs.split("+") if each]
-        )
+            options.json, options.policies, options.keep, [each for each in options.graphs.split("+") if each],
+            options.seconds, options.rounds,
+        )  # fmt: skip
+    if options.search:
+        return search(options.json)
     if options.unlike:
         return unlike(options.json)
     if options.generator:
@@ -121,16 +130,20 @@ def predict(rows: Path, models: Path, path: Path | None) -> int:
     for row in read_rows(rows):
         line: dict[str, object] = {**row}
         try:
-            run = seen(row, known, practice_of(row["system"]))
-            rates = rates_of(row["system"])
+            clear, model, told = understood(row, known)
+            rates = rates_of(clear["system"])
+            run = seen(clear, {clear["model"]: model}, practice_of(clear["system"]))
             line |= {"predicted_s": run.predicted_s(rates), "constants": rates.source}
-        except (ValueError, KeyError) as error:
+            if told:
+                line["assumed"] = "; ".join(told)
+        except (ArithmeticError, LookupError, ValueError, TypeError) as error:  # a row for itself: others go on
             failed = True
             line["failed"] = f"{type(error).__name__}: {error}"
         lines.append(line)
         print(
-            *(f"{row[each]}" for each in ("system", "model", "mode", "gpus")),
+            *(row.get(each, "") for each in ("system", "model", "mode", "gpus")),
             line.get("predicted_s", line.get("failed")),
+            line.get("assumed", ""),
         )
     if path is not None:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -146,13 +159,15 @@ def practice_of(system: str) -> Practice:
 
 
 def rates_of(system: str, known: Mapping[str, Rates] = FITTED) -> Rates:
-    """Those fitted to a system; of one that is not known, the geometric means of all."""
+    """Those fitted to a system; of one that is not known, the geometric means of those whose name begins alike, or of
+    all."""
     if system in known:
         return known[system]
+    alike = {name: each for name, each in known.items() if name.split("-")[0] == system.split("-")[0]} or known
     return replace(
-        ASSUMED, memory=statistics.geometric_mean(each.memory for each in known.values()),
-        compute=statistics.geometric_mean(each.compute for each in known.values()),
-        source=f"means of {', '.join(known)}: {system} was not fitted",
+        ASSUMED, memory=statistics.geometric_mean(each.memory for each in alike.values()),
+        compute=statistics.geometric_mean(each.compute for each in alike.values()),
+        source=f"means of {', '.join(alike)}: {system or 'a system without a name'} was not fitted",
     )  # fmt: skip
 
 

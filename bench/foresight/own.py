@@ -12,10 +12,8 @@ first run that has them says so.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,11 @@ from typing import Any
 from rich.console import Console
 
 from bench.end_to_end.cases import SCORER_CALLS, SCORER_S, TAIL_TOKENS, make_case, make_policy
+from bench.foresight.rounds import Planned, Rounds
 from bench.report import Report
 from graphs.tasks import sorting
 from operators.warm_start import warm_start
 
-RUN_TIMEOUT_S = 600.0
 LONG = 200
 """Tokens of the longest completions of a run that calibrates."""
 
@@ -38,7 +36,7 @@ class Trial:
 
     name: str
     policy: str = "small"
-    """small, large or tail."""
+    """tiny, small, large or tail."""
     max_staleness: int = 4
     group_size: int = 8
     prompts_per_step: int = 32
@@ -49,7 +47,7 @@ class Trial:
     """Of a completion; a policy that has learned nothing ends some after every token."""
     slow: bool = False
     """Whether its scorer takes 50 ms, 32 calls of it at once."""
-    steps: int = 120
+    steps: int = 60
 
     @property
     def texts(self) -> tuple[str, int]:
@@ -58,36 +56,37 @@ class Trial:
 
 
 CALIBRATE = (
-    Trial(name="small, asynchronous"),
+    Trial(name="tiny, steps of 64 rollouts", policy="tiny", prompts_per_step=8, steps=120),
     Trial(name="large, staleness 1, long", policy="large", max_staleness=1, prompts_per_step=16, max_tokens=LONG,
           steps=30),
 )  # fmt: skip
 """They differ in what the constants are to tell apart: sizes of the model, of a step and of a batch, which empties in
-the second one, as a step waits for its longest text."""
+the second one, as a step waits for its longest text. Models that are foreseen are between these two."""
 CUT = (
-    Trial(name="small, two ranks", ranks=2, max_staleness=0, steps=40),
-    Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, steps=25),
+    Trial(name="tiny, two ranks", policy="tiny", ranks=2, max_staleness=0, steps=30),
+    Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, prompts_per_step=16, steps=20),
 )
 """They say what ranks on cores take to wait for each other; only the choice of placements needs them."""
 THREADED = (
-    Trial(name="small, two threads", max_staleness=0, prompts_per_step=16, steps=40),
-    Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=25),
+    Trial(name="tiny, two threads", policy="tiny", max_staleness=0, steps=30),
+    Trial(name="tiny, two threads, steps of 64 rollouts", policy="tiny", max_staleness=0, prompts_per_step=8, steps=40),
+    Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),
 )
 """They say what becomes of processes that have all cores, as where generator and trainer wait for each other."""
 PREDICT = (
-    Trial(name="staleness 0", max_staleness=0),
-    Trial(name="staleness 1", max_staleness=1),
-    Trial(name="staleness 8", max_staleness=8),
-    Trial(name="groups of 4", group_size=4),
-    Trial(name="groups of 16", group_size=16),
-    Trial(name="64 prompts a step", prompts_per_step=64, steps=80),
-    Trial(name="slow scorer", slow=True, steps=40),
-    Trial(name="two generators", replicas=2),
-    Trial(name="large", policy="large"),
-    Trial(name="large, staleness 1, groups of 16", policy="large", max_staleness=1, group_size=16, steps=60),
-    Trial(name="tail", policy="tail", steps=40),
-    Trial(name="tail, staleness 0", policy="tail", max_staleness=0, steps=40),
-    Trial(name="tail, staleness 8, groups of 4", policy="tail", max_staleness=8, group_size=4, steps=60),
+    Trial(name="staleness 0", max_staleness=0, steps=24),
+    Trial(name="staleness 1", max_staleness=1, steps=32),
+    Trial(name="staleness 8", max_staleness=8, steps=46),
+    Trial(name="groups of 4", group_size=4, steps=36),
+    Trial(name="groups of 16", group_size=16, steps=30),
+    Trial(name="64 prompts a step", prompts_per_step=64, steps=28),
+    Trial(name="slow scorer", slow=True, steps=28),
+    Trial(name="two generators", replicas=2, steps=32),
+    Trial(name="large", policy="large", steps=28),
+    Trial(name="large, staleness 1, groups of 16", policy="large", max_staleness=1, group_size=16, steps=18),
+    Trial(name="tail", policy="tail", steps=30),
+    Trial(name="tail, staleness 0", policy="tail", max_staleness=0, steps=14),
+    Trial(name="tail, staleness 8, groups of 4", policy="tail", max_staleness=8, group_size=4, steps=46),
 )
 
 
@@ -96,7 +95,7 @@ def policy(name: str, policies: Path) -> Path:
     if name == "tail":
         return make_policy(make_case("tail", policies, quick=False), quick=False)
     words = sorting.rows(20_000, seed=0)
-    layers, width = {"small": (2, 128), "large": (4, 256)}[name]
+    layers, width = {"tiny": (2, 64), "small": (2, 128), "large": (4, 256)}[name]
     return warm_start(
         policies / f"bench-untrained-{name}", examples=((row["prompt"], row["answer"]) for row in words),
         alphabet=sorting.ALPHABET, layers=layers, width=width, heads=4, steps=2,
@@ -134,40 +133,18 @@ def build(trial: Trial, policies: Path) -> Any:
     return graph
 
 
-def run_one(trial: Trial, policies: Path, folder: Path) -> Path:
-    """Run it in a process of its own; its run folder. RuntimeError where it fails."""
-    runs = folder / trial.name.replace(" ", "-").replace(",", "")
-    return run_apart("bench.foresight.own", [trial.name, str(policies.absolute()), str(runs)], runs)
+def planned(trial: Trial, policies: Path) -> Planned:
+    """Its run, placed as `--own` has it."""
 
+    def make(runs: Path) -> None:
+        from dataflow import run
 
-def run_apart(module: str, arguments: Sequence[str], runs: Path) -> Path:
-    """What a module runs, in a process of its own, or the run that is there; its run folder. RuntimeError where it
-    fails."""
-    if found := _folders(runs):
-        return found[0]
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=RUN_TIMEOUT_S,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{module} {' '.join(arguments)} failed: {done.stdout[-2000:]}")
-    return _folders(runs)[0]
+        run(
+            build(trial, policies), steps=trial.steps, replicas={"generator": trial.replicas},
+            ranks={"trainer": trial.ranks}, runs=runs, quiet=True,
+        )  # fmt: skip
 
-
-def _folders(runs: Path) -> list[Path]:
-    return [path for path in runs.iterdir() if not path.is_symlink()] if runs.is_dir() else []
-
-
-def main(arguments: Sequence[str]) -> None:
-    """The run that `run_one` starts."""
-    from dataflow import run
-
-    name, policies, runs = arguments
-    trial = next(each for each in (*CALIBRATE, *CUT, *THREADED, *PREDICT) if each.name == name)
-    run(
-        build(trial, Path(policies)), steps=trial.steps, replicas={"generator": trial.replicas},
-        ranks={"trainer": trial.ranks}, runs=runs, quiet=True,
-    )  # fmt: skip
+    return Planned(name=trial.name, make=make)
 
 
 def predict(trial: Trial, policies: Path, constants: Any, texts: Mapping[Any, Any]) -> Any:
@@ -185,8 +162,9 @@ def predict(trial: Trial, policies: Path, constants: Any, texts: Mapping[Any, An
     )  # fmt: skip
 
 
-def own(path: Path | None, policies: Path, kept: Path | None) -> int:
-    """Calibrate, foresee, run, compare. kept: where run folders stay; those that are there are not run again."""
+def own(path: Path | None, policies: Path, kept: Path | None, seconds: float | None) -> int:
+    """Calibrate, foresee, run, compare. kept: where run folders stay; those that are there are not run again. seconds:
+    after which no run is begun; what there is then is compared."""
     from dataflow.foresight.calibration import calibrate, described
     from dataflow.foresight.seen import look
 
@@ -195,32 +173,36 @@ def own(path: Path | None, policies: Path, kept: Path | None) -> int:
         folder = kept or Path(temporary)
         for trial in (*CALIBRATE, *PREDICT):
             policy(trial.policy, policies)
-        seen = {trial.name: look(run_one(trial, policies, folder)) for trial in CALIBRATE}
-        constants = calibrate(list(seen.values()))
+        rounds = Rounds(folder, seconds)
+        made = rounds.run(planned(trial, policies) for trial in (*CALIBRATE, *PREDICT))
+        seen = {name: look(paths[0]) for name, paths in made.items()}
+        if not all(trial.name in seen for trial in CALIBRATE):
+            console.print("the runs that calibrate are missing; call again with the same --keep")
+            return 1
+        constants = calibrate([seen[trial.name] for trial in CALIBRATE])
         console.print(described(constants), highlight=False, markup=False)
         texts = {trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
         off: dict[str, list[float]] = {"step_s": [], "efficiency": [], "staleness": []}
-        for trial in (*CALIBRATE, *PREDICT):
-            run = seen.get(trial.name) or look(run_one(trial, policies, folder))
+        for trial in (each for each in (*CALIBRATE, *PREDICT) if each.name in seen):
+            run = seen[trial.name]
             texts.setdefault(trial.texts, (run.prompt_tokens, run.lengths))
-            made = predict(trial, policies, constants, texts)
+            foreseen = predict(trial, policies, constants, texts)
             report.add(
-                case="own runs", system=trial.name, step_ms=1e3 * run.step_s, foreseen_ms=1e3 * made.step_s,
-                off=made.step_s / run.step_s - 1, efficiency=run.efficiency, foreseen_efficiency=made.efficiency,
-                staleness=run.staleness, foreseen_staleness=made.staleness,
+                case="own runs", system=trial.name, step_ms=1e3 * run.step_s, foreseen_ms=1e3 * foreseen.step_s,
+                off=foreseen.step_s / run.step_s - 1, efficiency=run.efficiency,
+                foreseen_efficiency=foreseen.efficiency,
+                staleness=run.staleness, foreseen_staleness=foreseen.staleness,
             )  # fmt: skip
             if trial in PREDICT:
-                off["step_s"].append(abs(made.step_s / run.step_s - 1))
-                off["efficiency"].append(abs(made.efficiency - run.efficiency))
-                off["staleness"].append(abs(made.staleness - run.staleness))
+                off["step_s"].append(abs(foreseen.step_s / run.step_s - 1))
+                off["efficiency"].append(abs(foreseen.efficiency - run.efficiency))
+                off["staleness"].append(abs(foreseen.staleness - run.staleness))
     report.show(console)
     for figure, found in off.items():
         console.print(
             f"{figure}: off by {statistics.median(found):.3f} in the median of {len(found)}, {max(found):.3f} at most",
             highlight=False,
         )
+    if rounds.missing:
+        console.print(f"{rounds.missing} runs are missing; call again with the same --keep", highlight=False)
     return 0
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

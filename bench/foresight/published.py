@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.foresight.rows import number as number_of
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts
 from dataflow.foresight.generation import GeneratorReplica, generate, stragglers, sustain
@@ -120,12 +120,6 @@ class Run:
         return busy + self.exchange.seconds(rates)
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Of a table with the columns of rl_steps.csv."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def read_models(path: Path) -> dict[str, Counts]:
     """Of models.json."""
     return {name: counts(_decoder(each)) for name, each in json.loads(path.read_text()).items()}
@@ -151,29 +145,31 @@ def _decoder(each: Mapping[str, Any]) -> Decoder:
 
 
 def seen(row: Mapping[str, str], models: Mapping[str, Counts], practice: Practice, rates: Rates = ASSUMED) -> Run:
-    """A row by the cost model: of the ways that its source leaves open, the fastest at these rates.
+    """A row that is understood by the cost model: of the ways that its source leaves open, the fastest at these rates.
 
     KeyError for a model that `models` lacks."""
 
     def number(column: str, otherwise: float) -> float:
-        return float(row[column]) if row.get(column) else otherwise
+        return number_of(row, column, otherwise)
 
     kind, model = device_kind(row["gpu"]), models[row["model"]]
-    devices, overlaps = int(row["gpus"]), row["mode"] == "async"
+    devices, overlaps = int(number("gpus", 1)), row["mode"] == "async"
     prompt, together = practice.prompt_tokens, practice.resides and not overlaps
     unknown = together and not row.get("generator_tp")  # how the sides' common cuts are
-    rollouts = number("rollouts_per_generation", practice.rollouts)
+    rollouts = number("rollouts_per_generation", practice.rollouts or 1024)
     updated = number("rollouts_per_step", rollouts / practice.updates)
-    mean = number("mean_tokens", practice.mean_tokens) - prompt * practice.mean_holds_prompt
+    mean = max(1.0, number("mean_tokens", practice.mean_tokens or 1500) - prompt * practice.mean_holds_prompt)
     ahead = number("staleness", practice.ahead)
-    lengths = Lengths.drawn(mean, number("max_tokens", practice.max_tokens), practice.sigma, _SAMPLES)
+    lengths = Lengths.drawn(
+        mean, max(1.01 * mean, number("max_tokens", practice.max_tokens or 8192)), practice.sigma, _SAMPLES
+    )
     forward = (practice.forward_overlapping if overlaps else None) or practice.forward
     found = []
     for split, (tensor, stages) in itertools.product(
         practice.splits if overlaps else _HALVES, cuts(model, kind) if practice.resides else [(1, 1)]
     ):
-        trains = int(number("gpus_trainer", devices * split if overlaps else devices))
-        makes = int(number("gpus_generator", devices - trains if overlaps else devices))
+        trains = int(number("gpus_trainer", max(1.0, devices * split) if overlaps else devices))
+        makes = int(number("gpus_generator", max(1, devices - trains) if overlaps else devices))
         learners = Learners(
             model=model, kind=kind, ranks=trains, tensor_parallel=int(number("trainer_tp", tensor)),
             context_parallel=int(number("trainer_cp", practice.trainer_cp)),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ _FREE = 1e6
 """Share of a rate that is reached where no seconds are seen to depend on it."""
 _RIDGE = 0.01
 """Root of the penalty on coefficients of columns of length 1: little beside what tells columns apart."""
+_ALONE = tuple(1 + number / 20 for number in range(13))
+"""How much faster one process on cores may be while no other computes: what two share is caches and memory."""
 _CORES_EXCHANGE_S = 150e-6
 """Of two processes on cores, assumed: about what gloo takes for few bytes."""
 _PASSES = "seconds_forward_backward"
@@ -50,101 +52,130 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
             )
     device = device_kind(kind)
     names = ", ".join(run.path.resolve().name for run in runs)
-    generators = _by_threads(runs, lambda run: run.generator, lambda some: _generator(some, device))
-    learners = _by_threads(runs, lambda run: run.trainer, lambda some: _learner(some, device))
-    several = {"generator": generators, "learner": learners}
+    alone = min(_ALONE, key=lambda each: _misses(runs, device, each)) if _share_cores(runs) else 1.0
+    several: dict[Literal["generator", "learner"], dict[int, Rates]] = {
+        "generator": _generators(runs, device, alone)[0], "learner": _learners(runs, device, alone)[0],
+    }  # fmt: skip
+    first = {role: found[min(found)] for role, found in several.items()}
     return Constants(
-        generator=generators[min(generators)], learner=learners[min(learners)], row_s=_rows(runs),
+        generator=first["generator"], learner=first["learner"], row_s=_rows(runs), alone=alone,
         threaded={role: found for role, found in several.items() if len(found) > 1},
         computed=float(np.mean([run.computed for run in runs])), source=f"calibrated on {names}",
     )  # fmt: skip
 
 
-def _by_threads(
-    runs: Sequence[SeenRun], node: Callable[[SeenRun], str], fitted: Callable[[Sequence[SeenRun]], Rates]
-) -> dict[int, Rates]:
-    """Rates by the threads of a process: with more of them products are faster and small steps are not. Where none of
-    the runs that had so many was cut over ranks, an exchange takes what it takes with others."""
-    groups: dict[int, list[SeenRun]] = {}
-    for run in runs:
-        groups.setdefault(int(run.placed[node(run)].get("threads", 1)), []).append(run)
-    found = {threads: fitted(groups[threads]) for threads in sorted(groups)}
-    cut = [threads for threads, some in groups.items() if any(_ranks(run, node(run)) > 1 for run in some)]
-    return {
-        threads: rates if threads in cut or not cut else replace(rates, exchange_s=found[min(cut)].exchange_s)
-        for threads, rates in found.items()
-    }
+def _misses(runs: Sequence[SeenRun], kind: DeviceKind, alone: float) -> float:
+    """Squares of what is left when processes that compute alone are so much faster."""
+    return _generators(runs, kind, alone)[1] + _learners(runs, kind, alone)[1]
 
 
-def _ranks(run: SeenRun, node: str) -> int:
-    return int(run.placed[node]["ranks"])
+def _share_cores(runs: Sequence[SeenRun]) -> bool:
+    """Whether some runs had generator and trainer compute at once on cores, and some in turn."""
+    on_cores = not any(each.get("gpus") for run in runs for each in run.placed.values())
+    return on_cores and len({run.max_staleness > 0 for run in runs}) > 1
 
 
-def _generator(runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
-    """Of each stretch its decode steps that began nothing, by about how many rollouts they carried on, and the rest."""
+def _busy(run: SeenRun, node: str) -> float:
+    """Share of the time in which a node was at work, its replicas in the mean."""
+    seconds = sum(each.seconds for each in run.stretches[node]) * int(run.placed[node]["replicas"])
+    return min(1.0, sum(each.busy_s for each in run.stretches[node]) / seconds) if seconds else 0.0
+
+
+def _crowded(run: SeenRun, node: str, other: str, alone: float) -> float:
+    """Seconds that a node would have taken had all cores been at work, over those that it took."""
+    placed = run.placed[node]
+    if int(placed["ranks"]) * int(placed["replicas"]) * int(placed.get("threads", 1)) > 1:
+        return 1.0
+    return 1 + (alone - 1) * (1 - _busy(run, other))
+
+
+def _threads(run: SeenRun, node: str) -> int:
+    return int(run.placed[node].get("threads", 1))
+
+
+def _generators(runs: Sequence[SeenRun], kind: DeviceKind, alone: float) -> tuple[dict[int, Rates], float]:
+    """Rates by threads, and squares of what is left. Of each stretch its decode steps that began nothing, by about how
+    many rollouts they carried on, and the rest."""
+    counts = sorted({_threads(run, run.generator) for run in runs})
     x: list[list[float]] = []
     y: list[float] = []
     for run in runs:
-        placed = run.placed[run.generator]
+        placed, at = run.placed[run.generator], counts.index(_threads(run, run.generator))
+        crowded = _crowded(run, run.generator, run.trainer, alone)
         replica = GeneratorReplica(
             model=run.model, kind=kind, tensor_parallel=int(placed["ranks"]), dtype=_dtype(kind)
         )  # fmt: skip
         context = run.prompt_tokens + 0.6 * run.lengths.mean
         once, token = replica.step(0.0, 0.0, _NOTHING), replica.step(1.0, context, _NOTHING)
 
-        def decoding(
-            steps: float, tokens: float, replica: GeneratorReplica = replica, once: Parts = once, token: Parts = token
-        ) -> list[float]:
+        def row(
+            steps: float, tokens: float, ends: float, prompts: float, replica: GeneratorReplica = replica,
+            once: Parts = once, token: Parts = token, at: int = at,
+        ) -> list[float]:  # fmt: skip
             memory = steps * once.memory + tokens * (token.memory - once.memory)
-            return [steps, tokens, 0.0, tokens * token.compute, memory, steps * replica.exchanges]
+            of = [tokens * token.compute + prompts, memory]
+            return [steps, tokens, ends, steps * replica.exchanges, *_at(at, len(counts), of)]
 
         for each in run.stretches[run.generator]:
             steps, tokens, busy_s = each.steps, each.tokens, each.busy_s
             for size in each.decoded:
                 if size.steps:
-                    x.append(decoding(size.steps, size.rollouts))
-                    y.append(size.seconds)
+                    x.append(row(size.steps, size.rollouts, 0.0, 0.0))
+                    y.append(crowded * size.seconds)
                     steps, tokens, busy_s = steps - size.steps, tokens - size.rollouts, busy_s - size.seconds
-            rest, rollouts = decoding(max(0.0, steps), max(0.0, tokens)), each.rows_out
-            rest[2] = rollouts
-            prompts = run.model.forward(rollouts / run.group_size * run.prompt_tokens, run.prompt_tokens / 2)
-            rest[3] += prompts / (replica.ranks * kind.rate(replica.dtype))
-            x.append(rest)
-            y.append(max(0.0, busy_s))
-    step_s, row_s, end_s, compute, memory, exchange_s = _fit(x, y)
-    cut = any(int(run.placed[run.generator]["ranks"]) > 1 for run in runs)
-    return replace(
-        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, compute=_share(compute), memory=_share(memory),
-        exchange_s=exchange_s if cut else _unseen_exchange_s(kind),
-    )  # fmt: skip
+            prompts = run.model.forward(each.rows_out / run.group_size * run.prompt_tokens, run.prompt_tokens / 2)
+            prompts /= replica.ranks * kind.rate(replica.dtype)
+            x.append(row(max(0.0, steps), max(0.0, tokens), each.rows_out, prompts))
+            y.append(crowded * max(0.0, busy_s))
+    (step_s, row_s, end_s, exchange_s, *found), left = _fit(x, y)
+    if not any(int(run.placed[run.generator]["ranks"]) > 1 for run in runs):
+        exchange_s = _unseen_exchange_s(kind)
+    return {
+        threads: replace(
+            ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, exchange_s=exchange_s,
+            compute=_share(found[2 * at]), memory=_share(found[2 * at + 1]),
+        )
+        for at, threads in enumerate(counts)
+    }, left  # fmt: skip
 
 
-def _learner(runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
-    """As `_generator`: of each step its passes, and what is done once."""
+def _learners(runs: Sequence[SeenRun], kind: DeviceKind, alone: float) -> tuple[dict[int, Rates], float]:
+    """As `_generators`: of each step its passes, and what is done once."""
+    counts = sorted({_threads(run, run.trainer) for run in runs})
     x: list[list[float]] = []
     y: list[float] = []
     for run in runs:
-        placed = run.placed[run.trainer]
+        placed, at = run.placed[run.trainer], counts.index(_threads(run, run.trainer))
+        crowded = _crowded(run, run.trainer, run.generator, alone)
         ranks = int(placed["ranks"]) * int(placed["replicas"])
         learners = Learners(model=run.model, kind=kind, ranks=ranks, dtype=_dtype(kind))
-        rollouts = run.prompts_per_step * run.group_size
+        rollouts, exchanges = run.prompts_per_step * run.group_size, exchanges_of(learners)
         busy_s, made = (sum(getattr(each, name) for each in run.stretches[run.trainer]) for name in ("busy_s", "steps"))
         told_s = float(np.mean([sum(line[each] for each in (_PASSES, *_ONCE)) for line in run.steps]))
         untold_s = max(0.0, busy_s / made - told_s)
         for line in run.steps:
-            passes = learners.passes(
-                rollouts, line["computed_tokens"] / rollouts, forward=1.0 + BACKWARD, sequences=1e9
-            )  # fmt: skip
-            x.append([1.0, learners.update().memory, 0.0, 0.0, 0.0, 0.0])
-            y.append(sum(line[each] for each in _ONCE))
-            x.append([0.0, 0.0, 1.0, line["computed_tokens"], passes.compute, exchanges_of(learners)])
-            y.append(line[_PASSES] + untold_s)
-    step_s, memory, passes_s, token_s, compute, exchange_s = _fit(x, y)
-    cut = any(int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"]) > 1 for run in runs)
-    return replace(
-        ASSUMED, step_s=step_s + passes_s, token_s=token_s, compute=_share(compute), memory=_share(memory),
-        exchange_s=exchange_s if cut else _unseen_exchange_s(kind),
-    )  # fmt: skip
+            tokens = line["computed_tokens"]
+            passes = learners.passes(rollouts, tokens / rollouts, forward=1.0 + BACKWARD, sequences=1e9)
+            x.append([1.0, learners.update().memory, exchanges, *_at(at, len(counts), [0.0, 0.0, 0.0])])
+            y.append(crowded * sum(line[each] for each in _ONCE))
+            of = [run.model.layers, learners.channels(tokens), passes.compute]
+            x.append([0.0, 0.0, exchanges, *_at(at, len(counts), of)])
+            y.append(crowded * (line[_PASSES] + untold_s))
+    (step_s, memory, exchange_s, *found), left = _fit(x, y)
+    if not any(int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"]) > 1 for run in runs):
+        exchange_s = _unseen_exchange_s(kind)
+    return {
+        threads: replace(
+            ASSUMED, step_s=step_s, exchange_s=exchange_s, memory=_share(memory), layer_s=found[3 * at],
+            channel_s=found[3 * at + 1], compute=_share(found[3 * at + 2]),
+        )
+        for at, threads in enumerate(counts)
+    }, left  # fmt: skip
+
+
+def _at(number: int, of: int, found: Sequence[float]) -> list[float]:
+    """Columns of one of so many numbers of threads: the others have nothing there."""
+    return [each for at in range(of) for each in (found if at == number else [0.0] * len(found))]
 
 
 def _unseen_exchange_s(kind: DeviceKind) -> float:
@@ -155,15 +186,15 @@ def _unseen_exchange_s(kind: DeviceKind) -> float:
 _NOTHING = Rates(step_s=0.0)
 
 
-def _fit(x: Sequence[Sequence[float]], y: Sequence[float]) -> Sequence[float]:
+def _fit(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[Sequence[float], float]:
     """Ridge regression (Hoerl and Kennard, 1970) of seconds relative to their size, no coefficient below 0: what
-    columns cannot be told apart by is shared out between them."""
+    columns cannot be told apart by is shared out between them; and squares of what is left."""
     weights = 1 / np.sqrt(np.maximum(0.01 * np.mean(y), y))
     rows, there = np.array(x) * weights[:, None], np.array(y) * weights
     scale = np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300)
     drawn = np.vstack([rows / scale, _RIDGE * np.eye(len(scale))])
-    found, _ = non_negative(drawn, np.concatenate([there, np.zeros(len(scale))]))
-    return [float(each) for each in found / scale]
+    found, left = non_negative(drawn, np.concatenate([there, np.zeros(len(scale))]))
+    return [float(each) for each in found / scale], left
 
 
 def _share(seconds: float) -> float:
@@ -197,8 +228,11 @@ def described(constants: Constants) -> str:
     for role, many, rates in every:
         threads = f" with {many} thread{'s' if many > 1 else ''}" if many else ""
         each = "decode step" if role == "generator" else "step"
-        of = (rates.row_s, "rollout") if role == "generator" else (rates.token_s, "token")
-        spent = [f"{1e3 * rates.step_s:.3g} ms a {each}", f"{1e6 * of[0]:.3g} us a {of[1]} in it"]
+        spent = [f"{1e3 * rates.step_s:.3g} ms a {each}"]
+        spent.append(
+            f"{1e6 * rates.row_s:.3g} us a rollout in it" if role == "generator"
+            else f"{1e3 * rates.layer_s:.3g} ms a layer, {1e9 * rates.channel_s:.3g} ns a channel of a token in a layer"
+        )  # fmt: skip
         if rates.end_s:
             spent.append(f"{1e6 * rates.end_s:.3g} us a rollout that ends")
         for share, what in ((rates.compute, "of matrix products"), (rates.memory, "of memory's bandwidth")):
@@ -207,6 +241,8 @@ def described(constants: Constants) -> str:
         found.append(f"{'generator' if role == 'generator' else 'trainer'}{threads}: {', '.join(spent)}")
     for node, row_s in constants.row_s.items():
         found.append(f"{node}: {1e6 * row_s:.3g} us a row")
+    if constants.alone > 1:
+        found.append(f"a process is {constants.alone:.2f} times as fast while no other computes")
     found.append(f"a trainer passes over {constants.computed:.0%} of the tokens")
     return "\n".join(found)
 

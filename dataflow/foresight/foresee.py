@@ -304,7 +304,9 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     seconds = parts.seconds(rates)
     if operator.trains:
         seconds += ground.waits_s(learners, seconds, rollouts * tokens)
-        seconds = (seconds + rollouts * tokens * rates.token_s) * ground.computed + once_s(learners, rates)
+        seconds = (seconds + learners.channels(rollouts * tokens) * rates.channel_s) * ground.computed + once_s(
+            learners, rates
+        )
     return replace(made, seconds=seconds)
 
 

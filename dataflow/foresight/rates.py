@@ -22,10 +22,13 @@ class Rates:
     """More, for every time that its nodes are twice as many."""
     step_s: float = 3e-3
     """Of a decode step besides the model: scheduling and drawing; of a training step: what it does once."""
+    layer_s: float = 0.0
+    """Of each layer in a training step, whatever it computes: its kernels are started, and threads wait for each
+    other."""
     row_s: float = 0.0
     """Of each rollout in a decode step, besides the model."""
-    token_s: float = 0.0
-    """Of each token that a trainer passes over, besides products."""
+    channel_s: float = 0.0
+    """Of each number in the hidden states of a token that a trainer passes over, besides products."""
     end_s: float = 0.0
     """Of each rollout that a generator begins and ends, besides its decode steps."""
     cache_share: float = 0.85
@@ -54,6 +57,8 @@ class Constants:
     advantage may be left out."""
     hop_s: float = 1e-3
     """From one operator to the next."""
+    alone: float = 1.0
+    """On cores: how many times as fast a process computes while all other cores are idle."""
     adopt_s: float = 0.0
     """Of a generator's replica that takes a version in."""
     decode: str = "data-sheets"

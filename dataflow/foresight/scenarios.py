@@ -165,7 +165,7 @@ def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = N
         scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.generator, trainer)},
         replicas=ground.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
         prompts_without_outcome=into.most_rows, queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
-        processors=Processors(cores=made.devices.cpus) if shared else Processors(),
+        processors=Processors(cores=made.devices.cpus, alone=constants.alone) if shared else Processors(),
         failures=failures or Failures(), seed=seed,
     ))  # fmt: skip
 
@@ -186,7 +186,8 @@ def _generator_costs(ground: Foreground, replica: GeneratorReplica, *, shared: b
     looks_back = (replica.step(1, 1000.0, rates).seconds(rates) - step[1]) / 1000 if slots else 0.0
     return GeneratorCosts(
         step_s=np.array(step), context_s=looks_back, prompt_s=prefill(replica, prompt, 1).seconds(rates),
-        rollout_s=rates.end_s, adopt_s=ground.constants.adopt_s, shared=replica.ranks if shared else 0,
+        rollout_s=rates.end_s, adopt_s=ground.constants.adopt_s,
+        shared=replica.ranks * ground.made.placements[ground.generator.name].threads if shared else 0,
     )  # fmt: skip
 
 
@@ -198,17 +199,24 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
     forward = 1.0 + BACKWARD + trainer.traits.gradient_checkpointing
     passes = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
     passes += ground.waits_s(learners, passes, rollouts * tokens)
+    passes += learners.channels(rollouts * tokens) * rates.channel_s
     return TrainerCosts(
-        step_s=once_s(learners, rates), token_s=ground.computed * (passes / (rollouts * tokens) + rates.token_s),
+        step_s=once_s(learners, rates), token_s=ground.computed * passes / (rollouts * tokens),
         weights_s=ground.weights_s,
-        shared=learners.ranks if shared else 0,
+        shared=learners.ranks * ground.made.placements[trainer.name].threads if shared else 0,
     )  # fmt: skip
 
 
 def once_s(learners: Learners, rates: Rates) -> float:
-    """What a training step does once. On cores its ranks' exchanges are part of it; accelerators compute meanwhile."""
+    """What a training step does once. On cores its ranks' exchanges are part of it, in passes and in the update, which
+    goes over as many tensors; accelerators compute meanwhile."""
     exchanges = exchanges_of(learners) if learners.kind.name == "cpu" else 0
-    return learners.update().seconds(rates) + rates.step_s + exchanges * rates.exchange_s
+    return (
+        learners.update().seconds(rates)
+        + rates.step_s
+        + learners.model.layers * rates.layer_s
+        + 2 * exchanges * rates.exchange_s
+    )
 
 
 def exchanges_of(learners: Learners) -> int:

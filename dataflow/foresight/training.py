@@ -52,6 +52,11 @@ class Learners:
         sums = all_reduces(self.model, self.kind, self.tensor_parallel, own)
         return Parts(compute=compute, links=sums + self._to_experts(total)) * (forward * idle)
 
+    def channels(self, tokens: float) -> float:
+        """Numbers in the hidden states of a rank's share of so many tokens, in all layers: what norms, activations and
+        residuals read and write is in proportion to them."""
+        return tokens * self.model.layers * self.model.width / self.ranks
+
     def update(self) -> Parts:
         """Adam reads weights, gradients and two moments and writes all but the gradients, four bytes each."""
         nbytes = 7 * 4 * self.model.parameters / self.ranks

@@ -3,14 +3,10 @@
 import asyncio
 import contextlib
 import getpass
-import os
 import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-
-import psutil
-import pyarrow as pa
 
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.run_folder import RunFolder
@@ -18,6 +14,7 @@ from dataflow.live.answers import MOST_RUNS, PageAnswers
 from dataflow.live.looks import Ask
 from dataflow.live.server import PageServer
 from dataflow.live.steering import Controls, Steering
+from dataflow.system.priority import step_back
 
 TOKEN_BYTES = 24
 STEERS = "which whoever has this address may stop and change"
@@ -39,17 +36,6 @@ def live(runs: Sequence[Path], ask: Ask, port: int = 0, controls: Controls | Non
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(server, port, folders, may="read-only" if controls is None else STEERS))
     return 0
-
-
-def step_back() -> None:
-    """Let this process, and threads that it starts from now on, have what nobody else wants of processors and disks."""
-    os.nice(19)
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    with contextlib.suppress(OSError, psutil.Error):
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
-    pa.set_cpu_count(1)
-    pa.set_io_thread_count(1)
 
 
 async def _serve(server: PageServer, port: int, folders: Sequence[RunFolder], may: str = "read-only") -> None:

@@ -1,6 +1,6 @@
 """Which worker runs what, on which devices: a pure function of graph and devices."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -284,6 +284,7 @@ def plan(
     parts = _parts(graph, counts, replicas, ranks, sizes, one_process)
     neighbours = neighbours_of(graph, workers_of(graph))
     placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
+    check_fit(_needs(placements, turns), devices.room)
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
         scale=scale, weights=weights, weight_paths=mirrored(weight_paths(
@@ -299,7 +300,6 @@ def plan(
     for fault in too_large_groups(graph, {name: placement.replicas for name, placement in placements.items()}):
         raise GraphError(fault)
     _check_scale(graph, made, one_process)
-    check_fit(_needs(made), devices.room)
     return made
 
 
@@ -328,14 +328,14 @@ def _parts(
     return {name: parts[name] for name in dict.fromkeys([*gpus, *parts])}
 
 
-def _needs(made: Plan) -> list[tuple[str, Spot, Need]]:
+def _needs(placements: Mapping[str, Placement], turns: Sequence[Group]) -> list[tuple[str, Spot, Need]]:
     """Of every rank that may be awake where memory is scarcest."""
-    return awake_at_once(made.turns, [
+    return awake_at_once(turns, [
         (
             f"{each.worker}-{replica}" + (f".{rank}" if each.ranks > 1 else ""), each.node,
             (each.host(replica, rank), each.device(replica, rank)), each.need,
         )
-        for each in made.placements.values() if each.need is not None
+        for each in placements.values() if each.need is not None
         for replica in range(each.replicas) for rank in range(each.ranks)
     ])  # fmt: skip
 

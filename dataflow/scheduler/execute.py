@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ from dataflow.structure import own_folder, trainers
 from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.optional_files import Extras, warn
 from dataflow.system.processes import machine
+from dataflow.trackers.chosen import ChosenTracker
+from dataflow.trackers.following import TrackersOfRun
 from dataflow.worker.host import Settings
 from dataflow.worker.swapped import swapped
 
@@ -141,6 +143,8 @@ class RunSpec:
     """The workers that do it already."""
     server: ControlServer | None = None
     """That speaks to the agents of the run's hosts, which are ready; None: all workers are on this machine."""
+    track: Sequence[ChosenTracker] = ()
+    """Who is told of it elsewhere."""
     standby: Callable[[], int] | None = None
     """What takes the scheduler's place when it dies; as `ControlServer` has it."""
 
@@ -151,21 +155,26 @@ def execute(run: RunSpec) -> TrainingResult:
     folder = RunFolder.open(run.settings.folder, Extras(notices.append))
     clock = RunClock(0.0 if run.taken is None else run.taken.away_s)
     watch, times = ProgressWatch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
+    following = TrackersOfRun(folder, run.track, run.settings.limits)
     try:
         outcome = (
-            _inline(run, watch, times, notices) if run.in_one_process else _processes(run, watch, times, clock, notices)
-        )
+            _inline(run, watch, times, notices, following)
+            if run.in_one_process else _processes(run, watch, times, clock, notices, following)
+        )  # fmt: skip
         times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
         marks = [(epoch.step, epoch.mark) for epoch in read_epochs(folder)]
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
         merge(folder)
     finally:
-        for text in notices:
+        following.close()
+        for text in (*following.look(), *notices):
             warn(text)
     return outcome
 
 
-def _processes(run: RunSpec, watch: ProgressWatch, times: Times, clock: RunClock, notices: list[str]) -> TrainingResult:
+def _processes(
+    run: RunSpec, watch: ProgressWatch, times: Times, clock: RunClock, notices: list[str], following: TrackersOfRun
+) -> TrainingResult:
     scheduler = _scheduler(run, watch, clock)
     scheduler.snapshot.parts |= {
         "begun": lambda: asdict(run.begun), "watch": watch.to_plain, "away_s": lambda: clock.away_s,
@@ -176,7 +185,7 @@ def _processes(run: RunSpec, watch: ProgressWatch, times: Times, clock: RunClock
         watch.note(scheduler.table.run, scheduler.heartbeats)
         times.look(watch)
         view.update(watch.snapshot())
-        for texts in (scheduler.notices, watch.notices, notices):
+        for texts in (scheduler.notices, watch.notices, notices, following.look()):
             while texts:
                 view.message(texts.pop(0))
 
@@ -196,6 +205,7 @@ def _processes(run: RunSpec, watch: ProgressWatch, times: Times, clock: RunClock
                 view.message("bringing what the hosts have made into the run folder")
                 if stays := _bring_home(run, folder, disks):
                     view.message(stays)
+            following.end("stopped" if scheduler.table.run.draining else "finished", view.message)
     finally:
         scheduler.close()
         folder.extras.remove(folder.path / socket_folder.CONTROL)
@@ -229,7 +239,9 @@ def _scheduler(run: RunSpec, watch: ProgressWatch, clock: RunClock) -> Scheduler
     return made
 
 
-def _inline(run: RunSpec, watch: ProgressWatch, times: Times, notices: list[str]) -> TrainingResult:
+def _inline(
+    run: RunSpec, watch: ProgressWatch, times: Times, notices: list[str], following: TrackersOfRun
+) -> TrainingResult:
     running = InlineRun(swapped(run.graph, latest(run.settings.swaps)), run.plan, run.settings)
     if run.begun.steps:
         running.state.go_on(run.begun.steps, run.begun.rounds)
@@ -238,7 +250,7 @@ def _inline(run: RunSpec, watch: ProgressWatch, times: Times, notices: list[str]
         watch.note(running.state, {"inline-0": running.snapshot()})
         times.look(watch)
         view.update(watch.snapshot())
-        for texts in (watch.notices, notices):
+        for texts in (watch.notices, notices, following.look()):
             while texts:
                 view.message(texts.pop(0))
         return False
@@ -248,6 +260,7 @@ def _inline(run: RunSpec, watch: ProgressWatch, times: Times, notices: list[str]
             running.start()
             running.run(until=look)
             look()
+            following.end("stopped" if running.state.draining else "finished", view.message)
     finally:
         running.close()
     return _outcome(watch, running.state)

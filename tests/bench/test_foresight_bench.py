@@ -125,9 +125,40 @@ def test_rows_are_predicted_line_by_line_and_one_that_cannot_be_says_why(tmp_pat
     assert predict(rows, MODELS, out) == 1
     known, unlike, another, missing = map(json.loads, out.read_text().splitlines())
     assert known["model"] == "Qwen3-30B-A3B" and 100 < known["predicted_s"] < 400
-    assert "did you mean H100?" in unlike["failed"] and "predicted_s" not in unlike
+    assert unlike["predicted_s"] == known["predicted_s"] and unlike["gpu"] == "H10"
+    assert unlike["assumed"] == "devices 'H10' are taken for H100"
     assert another["predicted_s"] > 0 and "another was not fitted" in another["constants"]
     assert "none" in missing["failed"]
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"model": "qwen3-30b-a3b-instruct"}, "is taken for Qwen3-30B-A3B"),
+        ({"model": "Nobody-14B"}, "is taken for a dense one of"),
+        ({"gpu": "NVIDIA H100 80GB HBM3"}, "taken for H100"),
+        ({"mode": "one-step-off"}, "mode 'one-step-off' is taken for async"),
+        ({"gpus": "", "gpus_trainer": "16", "gpus_generator": "16", "mode": "async"}, ""),
+        ({"generator_tp": "two"}, "generator_tp 'two' is passed over"),
+        ({"gpus": "1,024", "rollouts_per_step": "-3"}, "rollouts_per_step '-3' is passed over"),
+        ({"mean_tokens": "9000"}, ""),
+        ({"gpus": "1", "generator_tp": "64", "trainer_pp": "64"}, ""),
+        (dict.fromkeys(("max_tokens", "mean_tokens", "rollouts_per_generation", "rollouts_per_step"), ""), ""),
+        ({"gpus_trainer": "64", "gpus": "32", "mode": "async"}, ""),
+    ],
+)  # fmt: skip
+def test_odd_rows_are_predicted_as_what_they_are_nearest_to(odd: dict[str, str], told: str, tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.jsonl"
+    with rows.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(ROW | odd))
+        table.writeheader()
+        table.writerow(ROW | odd)
+        file.write(",".join(["x"] * 40) + "\nNeMo-RL-0.6\n")  # too many columns, and too few
+    assert predict(rows, MODELS, out) == 1
+    first, much, little = map(json.loads, out.read_text().splitlines())
+    assert 0 < first["predicted_s"] < 1e6 and told in first.get("assumed", "")
+    assert first.items() >= (ROW | odd).items()
+    assert "say how many" in little["failed"] and "failed" in much
 
 
 def test_a_system_that_is_not_known_gets_the_mean_of_those_that_are() -> None:

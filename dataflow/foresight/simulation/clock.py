@@ -13,9 +13,14 @@ class Processors:
     """What the processes of a host share: each of them keeps one core at work, as long as there are enough."""
 
     cores: float = float("inf")
+    alone: float = 1.0
+    """Speed of one process while all other cores are idle, where it is 1 when all are at work: they share caches and
+    memory."""
 
     def speed(self, busy: int) -> float:
         """Of each, where so many are at work."""
+        if busy < self.cores and self.alone > 1:
+            return 1 + (self.alone - 1) * (self.cores - max(1, busy)) / (self.cores - 1)
         return min(1.0, self.cores / max(1, busy))
 
 

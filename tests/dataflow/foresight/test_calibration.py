@@ -22,7 +22,7 @@ from dataflow.foresight.training import BACKWARD, Learners
 from transport.weights.costs.decoder import Decoder
 
 TRUE = Rates(step_s=2e-3, row_s=3e-5, end_s=1e-4, compute=0.2, memory=1e6, exchange_s=3e-4)
-LEARNS = Rates(step_s=0.02, token_s=2e-5, compute=0.1, memory=1e6, exchange_s=7e-4)
+LEARNS = Rates(step_s=0.02, layer_s=3e-3, channel_s=5e-8, compute=0.1, memory=1e6, exchange_s=7e-4)
 GROUP, PROMPTS, PROMPT = 8, 32, 7.0
 SHAPES = (
     (2, 128, 8.0, 50.0, 32), (4, 256, 40.0, 100.0, 32), (3, 192, 15.0, 20.0, 8), (2, 256, 90.0, 64.0, 64),
@@ -69,8 +69,10 @@ def made_run(
     each = 0.5 * (mean + PROMPT / GROUP)
     passes = learners.passes(rollouts, each, forward=1 + BACKWARD, sequences=1e9).seconds(learns)
     computed = 0.5 * (rollouts * mean + prompts * PROMPT)
-    once_s = learners.update().seconds(learns) + learns.step_s
-    passes_s = passes + computed * learns.token_s + exchanges_of(learners) * learns.exchange_s
+    exchanges_s = exchanges_of(learners) * learns.exchange_s
+    once_s = learners.update().seconds(learns) + learns.step_s + exchanges_s
+    passes_s = passes + learners.channels(computed) * learns.channel_s + exchanges_s
+    passes_s += model.layers * learns.layer_s
     step_s = passes_s + once_s
     trained = [
         ActivitySpan(seconds=10.0, busy_s=n * step_s, steps=n, tokens=0, rows_in=n * rollouts, rows_out=0)
@@ -104,8 +106,8 @@ def test_runs_of_several_sizes_give_back_the_constants_that_made_them() -> None:
     assert found.computed == pytest.approx(0.5)
     for name in ("step_s", "row_s", "end_s", "compute"):
         assert getattr(found.generator, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
-    for name in ("step_s", "token_s", "compute"):
-        assert getattr(found.learner, name) == pytest.approx(getattr(LEARNS, name), rel=0.05), name
+    for name in ("step_s", "layer_s", "channel_s", "compute"):
+        assert getattr(found.learner, name) == pytest.approx(getattr(LEARNS, name), rel=0.1), name
     assert "calibrated on run-2, run-4" in found.source and "20.1% of matrix products" in described(found)
 
 
@@ -154,8 +156,8 @@ def test_what_ranks_take_to_wait_for_each_other_is_told_by_runs_that_have_some()
 
 
 def test_processes_with_more_threads_have_constants_of_their_own() -> None:
-    """Products are faster with them, and a small step is not."""
-    faster, learns = replace(TRUE, step_s=3e-3, compute=0.4), replace(LEARNS, step_s=0.03, compute=0.15)
+    """Products are faster with them, and what is done once is not."""
+    faster, learns = replace(TRUE, compute=0.4), replace(LEARNS, layer_s=9e-3, channel_s=4e-8, compute=0.15)
 
     def runs(**how: Any) -> list[SeenRun]:
         return [
@@ -194,13 +196,39 @@ def test_runs_of_another_kind_of_device_and_no_runs_are_refused() -> None:
         calibrate([])
 
 
-def test_no_answer_is_negative_and_none_is_nearer() -> None:
+def test_runs_in_which_one_waits_for_the_other_tell_how_fast_a_process_is_alone() -> None:
+    def spans(run: SeenRun, seconds: float, faster: float, **how: Any) -> SeenRun:
+        """With nodes that are at work all the time, or hardly ever, and so many times as fast."""
+        stretches = {
+            node: [replace(each, seconds=seconds, busy_s=each.busy_s / faster) for each in some]
+            for node, some in run.stretches.items()
+        }
+        steps = [
+            {key: value / faster if key.startswith("seconds_") else value for key, value in line.items()}
+            for line in run.steps
+        ]
+        return replace(run, stretches=stretches, steps=steps, **how)
+
+    runs = [
+        made_run(sized(layers, width), mean=mean, batch=batch, prompts=prompts, name=f"{layers}")
+        for layers, width, mean, batch, prompts in SHAPES
+    ]
+    crowded = [spans(run, 1e-9, 1.0, max_staleness=4) for run in runs]
+    found = calibrate([*crowded, *(spans(run, 1e9, 1.3) for run in runs)])
+    assert found.alone == pytest.approx(1.3) and "1.30 times as fast while no other" in described(found)
+    assert found.generator.step_s == pytest.approx(TRUE.step_s, rel=0.05)
+    assert found.learner.channel_s == pytest.approx(LEARNS.channel_s, rel=0.1)
+    assert calibrate(crowded).alone == 1.0, "runs of one kind do not tell"
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(12, 4), (40, 11)])
+def test_no_answer_is_negative_and_none_is_nearer(rows: int, columns: int) -> None:
     random = np.random.default_rng(0)
     for _ in range(50):
-        x, true = random.random((12, 4)), np.maximum(0, random.normal(size=4))
-        y = x @ true + 0.1 * random.normal(size=12)
+        x, true = random.random((rows, columns)), np.maximum(0, random.normal(size=columns))
+        y = x @ true + 0.1 * random.normal(size=rows)
         found, left = non_negative(x, y)
         assert (found >= 0).all() and left == pytest.approx(((x @ found - y) ** 2).sum())
         for _ in range(30):
-            other = np.maximum(0, found + 0.1 * random.normal(size=4))
+            other = np.maximum(0, found + 0.1 * random.normal(size=columns))
             assert ((x @ other - y) ** 2).sum() >= left * (1 - 1e-6)

@@ -108,6 +108,12 @@ def test_a_bound_below_a_step_stands_still_and_is_told() -> None:
         simulate(scenario(in_flight=4))
 
 
+@pytest.mark.parametrize(("busy", "speed"), [(1, 1.5), (2, 1.25), (3, 1.0), (6, 0.5)])
+def test_fewer_at_work_than_cores_are_faster_each(busy: int, speed: float) -> None:
+    assert Processors(cores=3, alone=1.5).speed(busy) == pytest.approx(speed)
+    assert Processors(cores=3).speed(busy) == min(1.0, speed)
+
+
 def test_a_clock_gives_each_of_three_on_two_cores_two_thirds() -> None:
     clock = Clock(Processors(cores=2))
     ended: dict[str, float] = {}

@@ -1,0 +1,62 @@
+"""The keeper of a run's trackers as a process: python -m dataflow.trackers FD, started by `following`."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Limits
+from dataflow.system.channel import Channel
+from dataflow.system.messages import MessageError
+from dataflow.system.priority import step_back
+from dataflow.trackers import messages
+from dataflow.trackers.chosen import ChosenTracker
+from dataflow.trackers.keeper import SEND_S, TrackerKeeper
+
+TURN_S = 0.2
+
+
+def main() -> None:
+    """The process ends with the run, or soon after the process of the run is gone."""
+    step_back()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run: Channel[Any] = Channel(socket.socket(fileno=int(sys.argv[1])), messages.KEEPER_CODEC, SEND_S)
+    told = run.receive(SEND_S)
+    assert isinstance(told, messages.KeepTrackers), "it is said first"
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        with contextlib.suppress(OSError):
+            run.send(messages.KeeperSays(text=text))
+
+    limits = Limits.from_plain(told.limits)
+    keeper = TrackerKeeper(
+        RunFolder.open(told.folder), [ChosenTracker.from_plain(each) for each in told.trackers], say,
+        limits=limits, path=told.path,
+    )  # fmt: skip
+    try:
+        while not keeper.is_done:
+            keeper.turn(TURN_S)
+            outcome = _outcome(run) if os.getppid() == told.parent else "died"
+            if outcome:
+                keeper.end(outcome, limits.track_s)
+    finally:
+        keeper.close()
+    os._exit(0)
+
+
+def _outcome(run: Channel[Any]) -> str:
+    """What the run says; empty: it goes on."""
+    try:
+        if run.readable(0.0):
+            return next((m.outcome for m in run.arrived() if isinstance(m, messages.RunIsOver)), "")
+    except (EOFError, OSError, MessageError):
+        return "died"
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Which trackers a run has: by name, by reference, or as they are; checked before the run begins, and sent as JSON."""
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from dataflow.errors import GraphError, nearest
+from dataflow.system.files import to_json
+from dataflow.trackers.tracker import Tracker
+
+TRACK = "track"
+"""In config.json."""
+_ROOM = "dataflow.trackers.libraries"
+LIBRARIES: Mapping[str, str] = {
+    "wandb": f"{_ROOM}.wandb:WandbTracker",
+    "tensorboard": f"{_ROOM}.tensorboard:TensorboardTracker",
+    "trackio": f"{_ROOM}.trackio:TrackioTracker",
+    "mlflow": f"{_ROOM}.mlflow:MlflowTracker",
+    "prometheus": f"{_ROOM}.prometheus:PrometheusTracker",
+    "opentelemetry": f"{_ROOM}.opentelemetry:OpenTelemetryTracker",
+}
+"""By what --track calls them."""
+_LOADS: ContextVar[bool] = ContextVar("_LOADS")
+"""Whether a module is being imported for the sake of a tracker: what would run a graph then is refused."""
+
+Wished: TypeAlias = "str | Tracker | type[Tracker]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenTracker:
+    """A tracker of a run, as it goes to the process that has it."""
+
+    name: str
+    """For people, and of its file in the run folder."""
+    module: str
+    """Or the path of a file."""
+    attribute: str
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """The fields that it is made with."""
+
+    @classmethod
+    def of(cls, wished: Wished) -> "ChosenTracker":
+        """What a user named. Errors: GraphError where there is no such tracker, or it cannot be used here."""
+        found = _named(wished) if isinstance(wished, str) else _object(wished)
+        tracker = wished if isinstance(wished, Tracker) else found.make()
+        if (why := tracker.missing()) is not None:
+            raise GraphError(why)
+        return found
+
+    @property
+    def reference(self) -> str:
+        """What --to calls it."""
+        return self.name if self.name in LIBRARIES else f"{self.module}:{self.attribute}"
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "ChosenTracker":
+        """What `dataclasses.asdict` made of one."""
+        return cls(**plain)
+
+    def make(self) -> Tracker:
+        """The tracker itself. Errors: GraphError."""
+        made = _attribute(self.module, self.attribute)
+        try:
+            tracker = made(**self.given) if isinstance(made, type) else made
+        except TypeError as error:
+            raise GraphError(
+                f"tracker '{self.attribute}' cannot be made: {error}; give its fields a default"
+            ) from error
+        if not isinstance(tracker, Tracker):
+            raise GraphError(
+                f"'{self.module}:{self.attribute}' is no tracker, but a {type(tracker).__name__}; derive a class from "
+                f"dataflow.trackers.Tracker"
+            )
+        return tracker
+
+
+def choose(wished: Iterable[Wished]) -> tuple[ChosenTracker, ...]:
+    """All that a user named, for a run or for `dataflow track`. Errors: GraphError, also where two are the same."""
+    _refuse_import()
+    found: dict[str, ChosenTracker] = {}
+    for each in wished:
+        chosen = ChosenTracker.of(each)
+        if chosen.name in found:
+            raise GraphError(f"a run has each tracker once, but '{chosen.name}' was given twice; leave one out")
+        found[chosen.name] = chosen
+    return tuple(found.values())
+
+
+def _refuse_import() -> None:
+    """Errors: GraphError where a graph is run since a tracker's module is imported."""
+    if _LOADS.get(False):
+        raise GraphError(
+            "a tracker's process imports this program, and found that it runs a graph; put that below "
+            "if __name__ == '__main__', or the tracker into a file of its own"
+        )
+
+
+def _named(text: str) -> ChosenTracker:
+    name, colon, attribute = text.partition(":")
+    if not colon:
+        if text not in LIBRARIES:
+            raise GraphError(
+                f"there is no tracker '{text}'; name one of {', '.join(LIBRARIES)}{nearest(text, LIBRARIES)}, or your "
+                f"own as my_module:MyTracker or path/to/file.py:MyTracker"
+            )
+        name, _, attribute = LIBRARIES[text].partition(":")
+        return ChosenTracker(name=text, module=name, attribute=attribute)
+    if name.endswith(".py"):
+        name = str(Path(name).absolute())
+    return ChosenTracker(name=_file_name(attribute), module=name, attribute=attribute)
+
+
+def _object(wished: "Tracker | type[Tracker]") -> ChosenTracker:
+    kind = wished if isinstance(wished, type) else type(wished)
+    if not (isinstance(kind, type) and issubclass(kind, Tracker)):
+        raise GraphError(
+            f"a tracker is named, or derived from dataflow.trackers.Tracker, but got a {type(wished).__name__}; "
+            f"give 'wandb', say, or a class of your own"
+        )
+    given = {} if isinstance(wished, type) else _fields(wished)
+    if "<locals>" in kind.__qualname__:
+        raise GraphError(
+            f"tracker {kind.__name__} is defined within a function, where its process does not find it; "
+            f"define it at the top of its file"
+        )
+    name = next((n for n, at in LIBRARIES.items() if at == f"{kind.__module__}:{kind.__qualname__}"), kind.__name__)
+    return ChosenTracker(name=_file_name(name), module=_place(kind), attribute=kind.__qualname__, given=given)
+
+
+def _fields(tracker: Tracker) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(tracker):
+        if vars(tracker):
+            raise GraphError(
+                f"tracker {type(tracker).__name__} has values of its own ({', '.join(vars(tracker))}), which its "
+                f"process would not have; make it a dataclass, and open things in `start`"
+            )
+        return {}
+    wanted = [field for field in dataclasses.fields(tracker) if field.init]
+    found = {field.name: getattr(tracker, field.name) for field in wanted}
+    found = {f.name: found[f.name] for f in wanted if f.default is dataclasses.MISSING or found[f.name] != f.default}
+    try:
+        to_json(found)
+    except (TypeError, ValueError) as error:
+        raise GraphError(
+            f"the fields of tracker {type(tracker).__name__} go to its process as JSON, but {error}; use texts, "
+            f"numbers, lists and maps"
+        ) from error
+    return found
+
+
+def _place(kind: type) -> str:
+    """Where its process finds it: the module's name, or of a program that was started as a file that file."""
+    if kind.__module__ != "__main__":
+        return kind.__module__
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name:
+        return str(spec.name)
+    if not getattr(main, "__file__", None):
+        raise GraphError(
+            f"tracker {kind.__name__} is defined in a notebook or prompt, where its process does not find it; "
+            f"write it into a file and import it"
+        )
+    return str(Path(main.__file__ or "").absolute())
+
+
+def _attribute(module: str, attribute: str) -> Any:
+    loads = _LOADS.set(True)
+    try:
+        found: Any = _module(module)
+    except Exception as error:
+        raise GraphError(
+            f"tracker '{module}:{attribute}' cannot be imported: {type(error).__name__}: {error}; mend it, or name "
+            f"another"
+        ) from error
+    finally:
+        _LOADS.reset(loads)
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise GraphError(f"'{module}' has no tracker '{attribute}'; define it there, or name another")
+    return found
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    name = f"{Path(place).stem}_trackers"
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == place:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, place)
+    assert spec is not None and spec.loader is not None, "it ends with .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _file_name(name: str) -> str:
+    return "".join(sign if sign.isalnum() else "-" for sign in name)
+
+
+def recorded_names(chosen: Sequence[ChosenTracker]) -> list[str] | None:
+    """For config.json: the libraries among them, which a run that is resumed by a script has again."""
+    return [each.name for each in chosen if each.name in LIBRARIES] or None

@@ -1,0 +1,62 @@
+"""`dataflow track RUN --to wandb`: tells trackers of a run that is over, or of one under way until it is."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dataflow.display.formatting import clean
+from dataflow.errors import GraphError
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.resume import TIMES
+from dataflow.runs.state import RUNNING, state_of
+from dataflow.system.priority import step_back
+from dataflow.trackers.chosen import LIBRARIES, Wished, choose
+from dataflow.trackers.keeper import TrackerKeeper
+from dataflow.trackers.libraries.prometheus import PrometheusTracker
+
+TURN_S = 0.5
+
+
+def track_run(
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/latest"),
+    *,
+    to: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    metrics_port: int | None = None,
+) -> int:
+    """Tell wandb, tensorboard, trackio, mlflow or a tracker of your own what a run's folder says: all of a run that is
+    over, from where it was told before; of one under way until it ends, or Ctrl-C.
+
+    Args:
+        run: the run folder.
+        to: which tracker, as --track has it; may be given several times.
+        metrics_port: serve the run's figures to Prometheus at this port of this machine, as long as it goes on.
+    """
+    folder = RunFolder.open(run)
+    wished: list[Wished] = [*to, *([PrometheusTracker(port=metrics_port)] if metrics_port is not None else [])]
+    if not wished:
+        raise GraphError(
+            f"a run is told to somebody, but no tracker was named; give --to {' or --to '.join(LIBRARIES)}"
+        )
+    failed: list[str] = []
+
+    def say(text: str) -> None:
+        print(clean(text), flush=True)
+        failed.extend([text] if text.startswith("tracker ") else [])
+
+    chosen = choose(wished)
+    step_back()
+    keeper = TrackerKeeper(folder, chosen, say, path=sys.path)
+    try:
+        while not keeper.is_done:
+            if state_of(folder).word != RUNNING:
+                keeper.end(str(folder.read_json("times.json", TIMES).get("outcome", "died")))
+            with contextlib.suppress(InterruptedError):
+                keeper.turn(TURN_S)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here")
+    finally:
+        keeper.close()
+    return 1 if failed and keeper.is_done else 0

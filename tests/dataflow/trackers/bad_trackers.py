@@ -1,0 +1,124 @@
+"""Trackers that do what trackers do: hang, raise, die, print without end, find no room; and one that takes lines."""
+
+import errno
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataflow.trackers import RolloutTable, StepFigures, StepGroups, TrackedRun, Tracker
+
+
+@dataclass(kw_only=True)
+class Lines(Tracker):
+    """Writes what it is told into a file of the run folder, a line for each call."""
+
+    name: str = "lines.txt"
+    rollouts_every = 2
+
+    def start(self, run: TrackedRun) -> str:
+        self._file = (run.folder / self.name).open("a")
+        self._put(f"start {'again' if run.goes_on else 'new'} {run.kept.get('count', 0)}")
+        self._kept = run.kept
+        return f"see {self.name}"
+
+    def log(self, figures: StepFigures) -> None:
+        self._kept["count"] = self._kept.get("count", 0) + 1
+        value = figures.numbers.get("eval_accuracy" if figures.is_evaluation else "loss")
+        self._put(f"{figures.node} {figures.step} {value:.3f}{' again' if figures.is_again else ''}")
+
+    def rollouts(self, table: RolloutTable) -> None:
+        self._put(f"table {table.step} of {len(table.rows)}")
+
+    def finish(self, outcome: str) -> None:
+        self._put(f"finish {outcome}")
+        self._file.close()
+
+    def _put(self, text: str) -> None:
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
+
+@dataclass(kw_only=True)
+class Bad(Tracker):
+    """Misbehaves in one of its methods."""
+
+    how: str
+    at: str = "log"
+    rollouts_every = 1
+
+    def start(self, run: TrackedRun) -> str:
+        self._folder = run.folder
+        self._do("start")
+        return ""
+
+    def log(self, figures: StepFigures) -> None:
+        self._do("log")
+
+    def rollouts(self, table: RolloutTable) -> None:
+        self._do("rollouts")
+
+    def flush(self) -> None:
+        self._do("flush")
+
+    def finish(self, outcome: str) -> None:
+        self._do("finish")
+
+    def _do(self, call: str) -> None:
+        if call != self.at:
+            return
+        if self.how == "hang":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Event().wait()
+        elif self.how == "raise":
+            raise ValueError("it does not like that")
+        elif self.how == "die":
+            os._exit(3)
+        elif self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.how == "flood":
+            while True:
+                os.write(1, b"x" * 65536)
+        elif self.how == "no room":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder / "big"))
+
+
+@dataclass(kw_only=True)
+class Groups(Tracker):
+    """Writes what it is told of groups."""
+
+    takes_groups = True
+
+    def start(self, run: TrackedRun) -> str:
+        self._path: Path = run.folder / "groups.txt"
+        return ""
+
+    def log(self, figures: StepFigures) -> None:
+        pass
+
+    def groups(self, groups: StepGroups) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{groups.step} {sorted(groups.seen)} {dict(groups.dropped)}\n")
+
+
+class Unfit(Tracker):
+    """Has values of its own, and is no dataclass."""
+
+    def __init__(self) -> None:
+        self.path = "x"
+
+
+class NotInstalled(Tracker):
+    """Needs what nobody has."""
+
+    packages = ("a_library_that_nobody_has",)
+    extra = "nothing"
+
+
+class Orphans(Tracker):
+    """Kills the process that keeps it."""
+
+    def log(self, figures: StepFigures) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        threading.Event().wait()

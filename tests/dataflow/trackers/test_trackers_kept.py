@@ -1,0 +1,137 @@
+"""The keeper of trackers: whatever one of them does, it is told once, and no line is lost."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from bad_trackers import Bad, Groups, Lines
+from tracked_runs import add, line
+
+from dataflow.folder.run_folder import RunFolder
+from dataflow.trackers.keeper import LOG_BYTES, SPARE_BYTES
+from dataflow.trackers.tail import TrackerPlace
+
+WHOLE = ["trainer 1 1.000", "table 1 of 8", "trainer 2 0.500", "trainer 3 0.333", "table 3 of 8", "trainer 4 0.250",
+         "trainer 5 0.200", "table 5 of 8"]  # fmt: skip
+Keep = Callable[..., Any]
+
+
+def lines(folder: RunFolder) -> list[str]:
+    return (folder.path / "lines.txt").read_text().splitlines()
+
+
+def test_a_tracker_is_told_all_of_a_run_and_where_to_look_is_said(folder: RunFolder, keep: Keep) -> None:
+    said = keep(Lines).finish()
+    assert lines(folder) == ["start new 0", *WHOLE, "finish finished"] and said == ["Lines: see lines.txt"]
+
+
+def test_a_tracker_that_goes_on_is_told_what_it_lacks(folder: RunFolder, keep: Keep) -> None:
+    keep(Lines).finish()
+    add(folder, 6)
+    folder.append_metrics(line(6, 1 / 6, seconds_step=9.0))
+    folder.append_metrics(line(6, 7.0))
+    keep(Lines).finish()
+    assert lines(folder)[10:] == ["start again 5", "trainer 6 0.167", "trainer 6 7.000 again", "finish finished"]
+
+
+def test_lines_that_come_while_the_run_goes_on_are_told(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Lines)
+    kept.until(lambda: TrackerPlace.read_from(folder, "Lines").read == folder.metrics.stat().st_size)
+    add(folder, 6)
+    kept.until(lambda: "trainer 6 0.167" in lines(folder))
+    assert kept.finish() == ["Lines: see lines.txt"]
+
+
+@pytest.mark.parametrize("call", ["start", "log", "rollouts", "flush", "finish"])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("hang", "has been in '{}' for 60 s, and was ended"), ("stop", "has been in '{}' for 60 s, and was ended"),
+     ("raise", "failed in '{}': ValueError: it does not like that"), ("die", "ended with status 3 in '{}'"),
+     ("no room", "failed in '{}': OSError: .* No space left on device")],
+    ids=("hang", "stop", "raise", "die", "full"),
+)  # fmt: skip
+def test_whatever_a_tracker_does_in_whichever_call_is_told_once(
+    how: str, said: str, call: str, folder: RunFolder, keep: Keep
+) -> None:  # fmt: skip
+    kept = keep(Bad(how=how, at=call), Lines)
+    if call == "finish":
+        kept.keeper.end("finished", within_s=1e9)
+    if how in ("hang", "stop"):
+        kept.until(lambda: kept.in_call(call))
+        kept.until(lambda: (folder.path / "lines.txt").exists() and lines(folder)[1:9] == WHOLE)
+        kept.pass_by(100.0)
+    kept.until(lambda: any("Bad" in text for text in kept.said))
+    (text,) = [text for text in kept.said if "Bad" in text]
+    assert text.startswith("tracker Bad ") and re.search(said.format(call), text)
+
+
+def test_one_that_fails_is_tried_again_later_each_time_and_silently(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Bad(how="raise"))
+    for pause in (10.0, 20.0, 40.0):
+        kept.until(lambda: kept.keeper._kept[0].process is None and kept.keeper._kept[0].fails > 0)
+        fails = kept.keeper._kept[0].fails
+        kept.now += pause - 1.0
+        kept.keeper.turn(0.0)
+        assert kept.keeper._kept[0].process is None
+        kept.now += 1.0
+        kept.until(lambda fails=fails: kept.keeper._kept[0].fails == fails + 1)
+    assert len(kept.said) == 1
+    kept.finish()
+    assert len(kept.said) == 2 and "it lacks the end of the run: dataflow track" in kept.said[1]
+
+
+def test_a_tracker_that_is_not_done_at_the_end_is_left_and_the_way_to_go_on_is_said(
+    folder: RunFolder, keep: Keep
+) -> None:  # fmt: skip
+    kept = keep(Bad(how="hang", at="finish"))
+    kept.keeper.end("finished", within_s=30.0)
+    kept.until(lambda: kept.in_call("finish"))
+    kept.now += 31.0
+    kept.until(lambda: kept.keeper.is_done)
+    assert len(kept.said) == 1 and "was not done 30 s after the run" in kept.said[0]
+    assert f"dataflow track {folder.path} --to bad_trackers:Bad" in kept.said[0]
+
+
+def test_who_prints_without_end_fills_no_disk_and_holds_no_other_up(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Bad(how="flood"), Lines)
+    flood = kept.keeper._kept[0]
+    kept.until(lambda: flood.printed > LOG_BYTES + 65536)
+    assert (folder.logs / "tracker-Bad.log").stat().st_size <= LOG_BYTES
+    kept.until(lambda: (folder.path / "lines.txt").exists() and lines(folder)[1:9] == WHOLE)
+
+
+def test_trackers_stand_still_where_a_run_needs_its_disk(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Lines)
+    kept.free = SPARE_BYTES - 1
+    kept.until(lambda: bool(kept.said))
+    assert "trackers stand still" in kept.said[0] and not (folder.path / "lines.txt").exists()
+    kept.free = 2 * SPARE_BYTES - 1
+    kept.now += 1.0
+    kept.keeper.turn(0.0)
+    assert len(kept.said) == 1, "it does not begin and end all the time"
+    kept.free = 2 * SPARE_BYTES
+    kept.now += 1.0
+    kept.until(lambda: len(kept.said) > 1)
+    assert kept.finish()[1:] == ["trackers go on: the disk has room again", "Lines: see lines.txt"]
+    assert lines(folder)[1:9] == WHOLE
+
+
+def test_two_that_tell_the_same_run_do_not_mix(folder: RunFolder, keep: Keep) -> None:
+    first, second = keep(Lines), keep(Lines)
+    first.until(lambda: (folder.path / "lines.txt").exists() and lines(folder)[1:9] == WHOLE)
+    second.until(lambda: second.in_call("waiting for the process that told this run before"))
+    add(folder, 6)
+    first.finish()
+    second.finish()
+    assert [text for text in lines(folder) if text.startswith("trainer")] == [
+        *(text for text in WHOLE if text.startswith("trainer")), "trainer 6 0.167",
+    ]  # fmt: skip
+
+
+def test_groups_are_told_to_who_wants_them_and_never_twice(folder: RunFolder, keep: Keep) -> None:
+    keep(Groups).finish()
+    add(folder, 6)
+    keep(Groups).finish()
+    told = (folder.path / "groups.txt").read_text().splitlines()
+    assert [text.split()[0] for text in told] == ["1", "2", "3", "4", "5", "6"] and told[5] == "6 [10, 11] {}"

@@ -1,0 +1,199 @@
+"""What trackers are told: new lines, tables, groups; and which trackers are refused before a run begins."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_trackers import Bad, Lines, NotInstalled, Unfit
+from tracked_runs import EVIL, STEPS, line
+
+from dataflow import Graph, inline, run
+from dataflow.errors import GraphError
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.run_folder import RunFolder
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.trackers import PrometheusTracker, StepFigures, WandbTracker
+from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_names
+from dataflow.trackers.group_watch import GroupWatch
+from dataflow.trackers.libraries.markdown import table as markdown
+from dataflow.trackers.samples import table_of
+from dataflow.trackers.tail import RunTail, TrackerPlace
+from dataflow.trackers.tracker import TrackedRun
+
+
+def told(tail: RunTail) -> list[StepFigures]:
+    return [figures for _, figures in tail if figures is not None]
+
+
+def test_each_whole_line_is_told_once_with_its_numbers_and_its_time(folder: RunFolder) -> None:
+    tail = RunTail(folder, 0)
+    found = told(tail)
+    assert [figures.step for figures in found] == [1, 2, 3, 4, 5] and told(tail) == []
+    assert found[1].numbers["loss"] == 0.5 and found[1].numbers["dropped.stale"] == 1
+    assert not {"step", "seconds", "kl"} & set(found[1].numbers), "what is no number, or no figure"
+    assert not [name for name in found[1].numbers if name.startswith("weights_sent")]
+    with Ledger.open(folder.ledger, readonly=True) as ledger:
+        assert [f.at for f in found] == [at for _, at in ledger.step_times("trainer")]
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 6, "node": "trainer", "lo')
+    assert told(tail) == []
+    with folder.metrics.open("a") as file:
+        file.write('ss": 9.0}\n')
+    assert [(f.step, f.numbers) for f in told(tail)] == [(6, {"loss": 9.0})]
+
+
+def test_a_step_made_again_is_told_again_only_where_it_came_out_otherwise(folder: RunFolder) -> None:
+    tail = RunTail(folder, 0)
+    told(tail)
+    folder.append_metrics(line(4, 0.25, seconds_step=77.0, generated_tokens_per_s=1.0))
+    folder.append_metrics(line(5, 0.75))
+    assert [(f.step, f.is_again, f.numbers["loss"]) for f in told(tail)] == [(5, True, 0.75)]
+    folder.append_metrics({"step": 5, "node": "eval", "eval_accuracy": 0.5, "eval_n": 8})
+    folder.append_metrics({"step": 5, "node": "eval", "eval_accuracy": 0.5, "eval_n": 8})
+    assert [(f.node, f.is_evaluation, f.is_again) for f in told(tail)] == [("eval", True, False)]
+
+
+def test_who_goes_on_knows_what_was_told_before(folder: RunFolder) -> None:
+    places = [place for place, _ in RunTail(folder, 0)]
+    assert [f.step for f in told(RunTail(folder, places[2]))] == [4, 5]
+    folder.append_metrics(line(2, 0.5))
+    assert told(RunTail(folder, places[-1])) == [], "the same as before that process began"
+    assert [f.step for f in told(RunTail(folder, 1 << 40))] == [1, 2, 3, 4, 5], "of another file"
+
+
+def test_a_place_that_is_torn_or_missing_is_the_beginning(folder: RunFolder) -> None:
+    TrackerPlace(read=7, kept={"id": "x"}, steps={"trainer": 3}).write_to(folder, "lines")
+    assert TrackerPlace.read_from(folder, "lines") == TrackerPlace(read=7, kept={"id": "x"}, steps={"trainer": 3})
+    (folder.path / "trackers" / "lines.json").write_text('{"read": "se')
+    assert TrackerPlace.read_from(folder, "lines") == TrackerPlace()
+
+
+def test_figures_of_several_trainers_are_told_apart(folder: RunFolder) -> None:
+    config = folder.read_json("config.json") | {"max_staleness": {"actor": 1, "critic": 1}}
+    folder.write_json("config.json", config)
+    folder.append_metrics(line(6, 0.1) | {"node": "critic"})
+    assert told(RunTail(folder, 0))[-1].numbers["critic/loss"] == 0.1
+
+
+def test_a_table_has_the_best_the_worst_and_the_failed_with_texts_that_do_no_harm(folder: RunFolder) -> None:
+    table = table_of(folder, "trainer", 1)
+    assert table is not None
+    why, reward, completion = (table.columns.index(name) for name in ("why", "reward", "completion"))
+    best = next(row for row in table.rows if row[why] == "best")
+    assert best[reward] == 4.0 and {row[why] for row in table.rows} >= {"worst", "by chance", "with an error"}
+    texts = "".join(str(row[completion]) for row in table.rows)
+    assert "\x1b" not in texts and "\u202e" not in texts and "<script>" in texts
+    assert table_of(folder, "trainer", 99) is None, "which was not kept"
+    (folder.rollouts / "step-000002.arrow").write_bytes(b"torn")
+    assert table_of(folder, "trainer", 2) is None
+
+
+def test_markdown_has_no_tags_and_no_cells_of_its_contents(folder: RunFolder) -> None:
+    text = markdown(["a"], [[EVIL + "\nnext"]])
+    assert "<script>" not in text and text.count("\n") == 2 and text.splitlines()[2].count("|") == 2
+
+
+def test_knobs_and_edges_of_a_graph_are_told_by_name(folder: RunFolder) -> None:
+    run_ = TrackedRun(
+        name="x", folder=folder.path, graph=folder.read_json("graph.json"), config=folder.read_json("config.json"),
+        goes_on=False,
+    )  # fmt: skip
+    assert run_.knobs["seed"] == 7 and run_.knobs["version.torch"] == "9" and "trainer.operator" in run_.knobs
+    assert "prompts -> generator" in run_.edges and "trainer => generator" in run_.edges
+
+
+def test_groups_are_seen_as_they_go_and_told_with_their_step(folder: RunFolder) -> None:
+    clock = iter(range(10_000)).__next__
+    watch = GroupWatch(folder, ["trainer"], {}, clock)
+    assert [(g.step, sorted(g.seen)) for g in watch] == [(k, [2 * k - 2, 2 * k - 1]) for k in range(1, STEPS + 1)]
+    with Ledger.open(folder.ledger) as ledger:
+        ledger.issue("prompts", [(10, "a"), (11, "b")])
+        assert list(watch) == []
+        for state in ("generating", "generated", "scored"):
+            ledger.advance("prompts", [10, 11], state)
+            assert list(watch) == []
+        ledger.commit_step("trainer", 6, version=6, source="prompts", trained=[10], dropped={11: "stale"})
+    (made,) = list(watch)
+    assert list(made.seen[10]) == ["issued", "generating", "generated", "scored"] and made.dropped == {11: "stale"}
+    assert sorted(made.seen[10].values()) == list(made.seen[10].values())
+    assert made.began is not None and made.began <= made.at
+    assert list(GroupWatch(folder, ["trainer"], watch.last, clock)) == []
+
+
+def test_groups_of_steps_that_are_made_again_are_told_again(folder: RunFolder) -> None:
+    watch = GroupWatch(folder, ["trainer"], {})
+    list(watch)
+    with Ledger.open(folder.ledger) as ledger:
+        ledger.roll_back_to(3, "trainer")
+        assert list(watch) == [] and watch.last == {"trainer": 3}
+        ledger.commit_step("trainer", 4, version=4, source="prompts", trained=[6, 7])
+    assert [g.step for g in watch] == [4]
+
+
+@pytest.mark.parametrize(
+    ("wished", "said"),
+    [
+        ("wandbb", r"there is no tracker 'wandbb'; name one of wandb, .*did you mean 'wandb'"),
+        ("no_such_module:Tracker", "cannot be imported: ModuleNotFoundError"),
+        ("bad_trackers:Missing", "has no tracker 'Missing'"),
+        ("pathlib:Path", "is no tracker"),
+        ("bad_trackers:Bad", "cannot be made"),
+        (NotInstalled, r"a_library_that_nobody_has, which is not installed; pip install 'dataflow-rl\[nothing\]'"),
+        (Unfit(), "make it a dataclass"),
+        (Lines(name=object()), "as JSON"),
+        (3, "derived from dataflow.trackers.Tracker, but got a int"),
+        (PrometheusTracker(port=0), "from 1 to 65535, but --metrics-port is 0"),
+    ],
+)  # fmt: skip
+def test_a_tracker_that_cannot_be_is_refused(wished: Any, said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        choose([wished])
+
+
+def test_a_tracker_within_a_function_is_refused() -> None:
+    class Local(Lines):
+        pass
+
+    with pytest.raises(GraphError, match="defined within a function"):
+        choose([Local])
+    with pytest.raises(GraphError, match="each tracker once, but 'Lines' was given twice"):
+        choose([Lines, "bad_trackers:Lines"])
+
+
+def test_a_refused_tracker_leaves_no_run_folder(tmp_path: Path) -> None:
+    g = Graph("tiny")
+    FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))
+    with pytest.raises(GraphError, match="not installed"):
+        run(g, on=inline(), steps=2, runs=tmp_path / "runs", quiet=True, track=[NotInstalled])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_tracker_goes_to_its_process_as_json_and_is_the_same_there() -> None:
+    (chosen,) = choose([Bad(how="hang", at="start")])
+    there = ChosenTracker.from_plain(json.loads(json.dumps(chosen.__dict__ | {"given": dict(chosen.given)})))
+    tracker = there.make()
+    assert isinstance(tracker, Bad) and (tracker.how, tracker.at) == ("hang", "start")
+    assert chosen.reference == "bad_trackers:Bad" and recorded_names([chosen]) is None
+
+
+def test_a_program_that_runs_a_graph_when_a_tracker_is_imported_is_refused(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from dataflow import Graph, inline, run\nfrom dataflow.testing import *\n"
+        "from dataflow.trackers import Tracker\n"
+        "class Mine(Tracker):\n    pass\n"
+        "g = Graph('tiny')\nFakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts())))\n"
+        f"run(g, on=inline(), steps=1, runs={str(tmp_path / 'runs')!r}, quiet=True, track=[Mine])\n"
+    )
+    with pytest.raises(GraphError, match="imports this program, and found that it runs a graph"):
+        choose([f"{program}:Mine"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_library_is_found_by_its_name() -> None:
+    for name in LIBRARIES:
+        module, _, attribute = LIBRARIES[name].partition(":")
+        assert ChosenTracker(name=name, module=module, attribute=attribute).make().extra == name
+    assert recorded_names([ChosenTracker(name="wandb", module="", attribute="")]) == ["wandb"]
+    assert WandbTracker(project="a").project == "a"
