@@ -37,7 +37,6 @@ def driven(page: Browser) -> None:
     page.wait("[...document.querySelectorAll('#edges td')].some(e => /\\d+ of \\d+/.test(e.textContent))", 60)
     assert all(share <= 100.5 for share in page.ask(SHARES)) and any(share > 50 for share in page.ask(SHARES))
     assert "MiB" in seen(page, "nodes") and "trainer → generator" in seen(page, "weights")
-    page.wait()
     page.ask("document.querySelector('#question button').click()")
     page.wait("document.querySelectorAll('#rows tbody tr').length == 50", 60)
     page.ask("document.querySelector('#rows tbody a').click()")
@@ -80,6 +79,7 @@ PICK = """(name => { const node = [...document.querySelectorAll('#stage .node')]
   if (!node.classList.contains('picked')) node.dispatchEvent(new MouseEvent('click')); })('%s')"""
 
 
+@pytest.mark.timeout(600)
 def test_the_demo_is_watched_and_stopped_from_its_page(tmp_path: Path) -> None:
     program_ = [sys.executable, "-m", "graphs.sorting", "--steps", "100000", "--eval-every", "10",
                 "--runs", str(tmp_path / "runs"), "--policy", str(tmp_path / "policy")]  # fmt: skip
