@@ -204,6 +204,34 @@ SCHEDULER = (
         without("record_swaps"),
         "the record",
     ),
+    Law(
+        "a knob that is set counts from the next step on, and that is on record before the step begins",
+        "test_a_change_counts_from_the_next_step_on_and_is_on_record_before_it_begins",
+        "dataflow.folder:KnobsByStep.take",
+        without("record"),
+        "the record",
+    ),
+    Law(
+        "a smaller bound on staleness drops nothing that was started under the larger one",
+        "test_a_larger_bound_holds_at_once_and_a_smaller_one_when_what_was_started_is_through",
+        "dataflow.folder:KnobsByStep.take",
+        without("first", "before"),
+        "the wait for what was started",
+    ),
+    Law(
+        "a successor of the scheduler knows what was set",
+        "test_a_successor_knows_what_was_set",
+        "dataflow.scheduler:Table.take_up",
+        without("KnobChange"),
+        "the changes in the snapshot",
+    ),
+    Law(
+        "each rollout is trained at the temperature that it was sampled at",
+        "test_each_rollout_is_trained_at_the_temperature_that_it_was_sampled_at",
+        "operators.training:Learner.micro",
+        without("forward", "at", "!computed"),
+        "the temperature of the rows",
+    ),
 )
 
 TURNS = (
