@@ -169,7 +169,7 @@ class Context:
     """For a generator: those that ask it for turns, each under its name as their source."""
     folder: "RunFolder | None" = None
     own_folder: str | None = None
-    """For a trainer: its own folder in rollouts/ and checkpoints/; None where it is the run's only one."""
+    """Of a trainer in rollouts/ and checkpoints/, of an evaluation in rollouts/; None for the run's only one."""
     keep_steps: int | None = None
     """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None: of all."""
     copies: "Copies | None" = None

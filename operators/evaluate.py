@@ -156,7 +156,9 @@ class EvaluateRuntime(Runtime):
         ):
             return
         try:
-            context.folder.append_metrics(self._metrics(step, context.folder.rollouts_of().read_evaluation(step)))
+            context.folder.append_metrics(
+                self._metrics(step, context.folder.rollouts_of(context.own_folder).read_evaluation(step))
+            )
         except RunFolderError as error:
             context.log.warning("a round has no line of metrics", node=context.node, step=step, error=str(error))
 
@@ -195,7 +197,7 @@ class EvaluateRuntime(Runtime):
         )
         metrics = self._metrics(step, table)
         if context.folder is not None:
-            context.folder.rollouts_of().write_evaluation(step, table)
+            context.folder.rollouts_of(context.own_folder).write_evaluation(step, table)
         if context.ledger is not None:
             groups = {source: sorted(found.groups) for source, found in sources.items()}
             context.ledger.commit_round(context.node, step, groups)
@@ -203,7 +205,9 @@ class EvaluateRuntime(Runtime):
             context.folder.append_metrics(metrics)
         if context.keep_steps is not None and context.folder is not None and context.ledger is not None:
             upto = step - max(1, context.keep_steps)
-            retention.remove(context.folder, context.ledger, context.node, upto, kind="eval", log=context.log)
+            retention.remove(
+                context.folder, context.ledger, context.node, upto, kind="eval", log=context.log, own=context.own_folder
+            )
         for source, kept in self._kept.items():
             for group in sources[source].groups:
                 kept.forget(group)
