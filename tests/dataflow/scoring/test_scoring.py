@@ -536,5 +536,7 @@ def test_every_row_comes_back_exactly_once_with_a_score_or_an_error(
             assert (value, error) == (None, "before")
         elif word in ("fine", "print", "none") and not is_blocked:
             assert (value, error) == (None if word == "none" else 1.0, None)
+        elif word == "none":
+            assert value is None
         else:
             assert (value is None) != (error is None)
