@@ -4,7 +4,7 @@
 # import of a module can put the module in the function's place.
 from dataflow.app import main
 from dataflow.collect import collect
-from dataflow.errors import DataflowError, GraphError, RunError
+from dataflow.errors import DataflowError, GraphError, RunError, WorldFailed
 from dataflow.graph import Graph
 from dataflow.history.verify import verify
 from dataflow.keep import keep
@@ -20,6 +20,6 @@ from dataflow.stream import Prompt, Rollout, Stream, join
 
 __all__ = [
     "Array", "DataflowError", "Devices", "Graph", "GraphError", "LoRA", "Model", "Plan", "Prompt", "Result", "Rollout",
-    "Run", "RunError", "Stream", "Weights", "collect", "inline", "join", "keep", "main", "plan", "run", "scorer",
-    "verify",
+    "Run", "RunError", "Stream", "Weights", "WorldFailed", "collect", "inline", "join", "keep", "main", "plan", "run",
+    "scorer", "verify",
 ]  # fmt: skip

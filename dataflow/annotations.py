@@ -30,6 +30,12 @@ def arrow_type(annotation: Any) -> pa.DataType | None:
     return None
 
 
+def admits_none(annotation: Any) -> bool:
+    """Whether it is `X | None`."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return is_union and type(None) in typing.get_args(annotation)
+
+
 def fits(found: pa.DataType, wanted: Any) -> bool:
     """Whether a column of Arrow type `found` can be read as the Python annotation `wanted`."""
     if wanted is np.ndarray or typing.get_origin(wanted) is np.ndarray:

@@ -144,7 +144,8 @@ def swap(run: Run, wish: Annotated[str, tyro.conf.Positional]) -> int:
 
     Args:
         run: the run folder, such as runs/latest.
-        wish: which node, and the operator's module and name there, as in reward=rewards:strict.
+        wish: which node, and the operator's module and name there, as in reward=rewards:strict, or
+            reward=trl:rewards:accuracy for a plain function that was written for another system.
     """
     node, _, reference = wish.partition("=")
     if not node or not reference:

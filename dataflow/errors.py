@@ -8,6 +8,7 @@
         │   └── Unusable           what the user's functions or data give cannot be used, however often it is tried
         ├── WorkerDied             a worker process ended or stopped answering
         ├── DeadlineError          a wait reached its deadline; names who waited for whom
+        ├── WorldFailed            raised by a user's function: what failed is outside, and may be tried again
         └── Replaced               this scheduler, or attempt of a worker, was replaced: another one is in its place
 
 Messages have three parts: what is wrong, what was found, what to do.
@@ -84,6 +85,23 @@ class WorkerDied(RunError):
 
 class DeadlineError(RunError, TimeoutError):
     """A wait reached its deadline; the message names who waited for whom."""
+
+
+class WorldFailed(RunError):
+    """What a scorer raises where something outside failed: a judge, a network, a service that is too busy.
+
+    The call is made again, a few times; a rollout for which it still fails has the cause `world`.
+
+    >>> from dataflow import WorldFailed, scorer
+    >>> @scorer(retries=5)
+    ... def judged(completion: str) -> float:
+    ...     raise WorldFailed("the judge is being restarted", after_s=2.0)
+    """
+
+    def __init__(self, found: str, *, after_s: float | None = None) -> None:
+        """after_s: seconds after which it may be tried again, where that is known."""
+        super().__init__(found)
+        self.after_s = after_s
 
 
 class Replaced(RunError):

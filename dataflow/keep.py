@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, overload
+from typing import Any, ClassVar, ParamSpec, overload
 
 import pyarrow as pa
 
@@ -12,7 +12,7 @@ from dataflow.node import Traits
 from dataflow.records import DROP_REASON, ERROR, Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.scorer import Scorer
-from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per
+from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Per
 
 P = ParamSpec("P")
 
@@ -24,6 +24,7 @@ class Keep(Scorer[P, bool]):
     The trainer leaves these out, counts them under that reason, and asks for others in their place.
     """
 
+    may_not_apply: ClassVar[bool] = False
     per: Per = "group"
     """Groups are dropped whole, so it is called once per group, with the columns of its good rows."""
 
@@ -80,6 +81,8 @@ def keep(
     concurrency: int = 1,
     processes: int = 1,
     isolate: bool = True,
+    retries: int = DEFAULT_RETRIES,
+    world: tuple[type[BaseException], ...] = (),
 ) -> Callable[[Callable[P, bool]], Keep[P]]: ...
 
 

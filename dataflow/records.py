@@ -108,6 +108,15 @@ def version_column(column: str) -> str:
     return f"{column}_version"
 
 
+def note_column(column: str) -> str:
+    """Beside a column that a scorer writes: what its function said beyond the number, as text.
+
+    >>> note_column("reward")
+    'reward_note'
+    """
+    return f"{column}_note"
+
+
 def schema(columns: Columns) -> pa.Schema:
     """The Arrow schema of rows with these columns, in their order."""
     return pa.schema([pa.field(name, kind) for name, kind in columns.items()])

@@ -82,6 +82,14 @@ class Runtime:
         """File descriptors and ZeroMQ sockets on which something may arrive that lets `work` go on."""
         return ()
 
+    def starved(self) -> bool:
+        """Whether it has rows, and may begin none of them before newer weights have come."""
+        return False
+
+    def beside(self) -> float:
+        """The share of its own processes, if it has some, that are at work now while its loop goes on or rests."""
+        return 0.0
+
     def forget(self, source: str, group: int) -> None:
         """A group that went through it has an outcome: what it keeps of it beside the rows is needed no more."""
 
@@ -161,7 +169,7 @@ class Context:
     """For a generator: those that ask it for turns, each under its name as their source."""
     folder: "RunFolder | None" = None
     own_folder: str | None = None
-    """For a trainer: its own folder in rollouts/ and checkpoints/; None where it is the run's only one."""
+    """Of a trainer in rollouts/ and checkpoints/, of an evaluation in rollouts/; None for the run's only one."""
     keep_steps: int | None = None
     """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None: of all."""
     copies: "Copies | None" = None
@@ -171,6 +179,8 @@ class Context:
     """Seconds."""
     limits: Limits = field(default_factory=Limits)
     """How long it waits for others."""
+    spent: Callable[[], Mapping[str, float]] = dict
+    """How the node's time was spent so far: seconds by state, as `dataflow.worker.state_clock` has them."""
     log: Any = field(default_factory=structlog.get_logger)
     writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
     """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An `OpensWriter` where the

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 from dataflow.errors import GraphError
 from dataflow.node import Weights
 from dataflow.runtime import Context, Runtime
-from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_TIMEOUT_S, Per, ScorerKnobs
+from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Per, ScorerKnobs
 from dataflow.stream import Rollout, Stream
 
 P = ParamSpec("P")
@@ -88,17 +88,24 @@ def scorer(
     concurrency: int = 1,
     processes: int = 1,
     isolate: bool = True,
+    retries: int = DEFAULT_RETRIES,
+    world: tuple[type[BaseException], ...] = (),
+    rest: bool = False,
 ) -> Callable[[Callable[P, T]], Scorer[P, T]]: ...
 
 
 def scorer(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
-    """Make a scorer of a function: `@scorer`, or `@scorer(per="group", ...)`.
+    """Make a scorer of a function: `@scorer`, `@scorer(per="group", ...)` or `@scorer(per="batch", ...)`.
 
     Parameters without a default are the columns it reads, those with one are knobs, its name is the column it
     writes and its return annotation the type of that column. A per-row function gets the values of one
     rollout. A per-group function gets, for the rows of a group that have no error, a numpy array for a column
-    of numbers and a list for any other, and returns one value for each (or one for all).
-    None, NaN, an exception, a call longer than `timeout_s` or a process that ends become the row's `error`.
+    of numbers and a list for any other, and returns one value for each (or one for all); a per-batch function
+    the same for all groups that arrived together.
+    None says that it does not apply: the row has no value in that column, and no error. Rows in which a column
+    that it reads has no value are left out, unless the parameter is annotated `X | None`; they have none in its own.
+    NaN, an exception, a call longer than `timeout_s` or a process that ends become the row's `error`, with
+    the cause (`dataflow.scoring.failure`); a call whose world failed is made again first (`retries`).
     Raises GraphError for a function that cannot be one.
 
     >>> from dataflow import Array, Graph, collect, scorer

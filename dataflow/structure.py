@@ -6,7 +6,7 @@ from typing import Any
 
 import networkx as nx
 
-from dataflow.node import Generate, Learn, Operator, Source, Weights
+from dataflow.node import Generate, Learn, Operator, Sink, Source, Weights
 from dataflow.stream import Stream
 from dataflow.weight_ends import Refresh
 
@@ -163,6 +163,11 @@ def trainers(graph: Structure) -> list[str]:
     return [name for name, operator in graph.operators.items() if operator.trains]
 
 
+def evaluations(graph: Structure) -> list[str]:
+    """The sinks that do not train, in the graph's order."""
+    return [name for name, operator in graph.operators.items() if isinstance(operator, Sink) and not operator.trains]
+
+
 def feeding(graph: Structure) -> dict[str, Feedback]:
     """By source, the feedback from a trainer of its rows to the generator of its rows.
 
@@ -185,8 +190,10 @@ def leading(graph: Structure) -> list[str]:
 
 
 def own_folder(graph: Structure, node: str) -> str | None:
-    """Where in rollouts/ and checkpoints/ a trainer keeps its own; None for the only trainer of a graph."""
-    return node if len(trainers(graph)) > 1 and graph.operators[node].trains else None
+    """Where in rollouts/ and checkpoints/ a trainer, and in rollouts/ an evaluation, keeps its own; None for the only
+    one of a graph."""
+    alike = trainers(graph) if graph.operators[node].trains else evaluations(graph)
+    return node if len(alike) > 1 and node in alike else None
 
 
 def kept_by(graph: Structure) -> list[str]:

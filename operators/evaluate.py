@@ -13,6 +13,7 @@ from dataflow.folder.finished import Finished
 from dataflow.node import Sink, Traits
 from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_slices
 from dataflow.runtime import Batch, Context, Runtime
+from dataflow.scoring.failure import counted
 from dataflow.system.files import RunFolderError
 
 
@@ -155,7 +156,9 @@ class EvaluateRuntime(Runtime):
         ):
             return
         try:
-            context.folder.append_metrics(self._metrics(step, context.folder.rollouts_of().read_evaluation(step)))
+            context.folder.append_metrics(
+                self._metrics(step, context.folder.rollouts_of(context.own_folder).read_evaluation(step))
+            )
         except RunFolderError as error:
             context.log.warning("a round has no line of metrics", node=context.node, step=step, error=str(error))
 
@@ -194,7 +197,7 @@ class EvaluateRuntime(Runtime):
         )
         metrics = self._metrics(step, table)
         if context.folder is not None:
-            context.folder.rollouts_of().write_evaluation(step, table)
+            context.folder.rollouts_of(context.own_folder).write_evaluation(step, table)
         if context.ledger is not None:
             groups = {source: sorted(found.groups) for source, found in sources.items()}
             context.ledger.commit_round(context.node, step, groups)
@@ -202,7 +205,9 @@ class EvaluateRuntime(Runtime):
             context.folder.append_metrics(metrics)
         if context.keep_steps is not None and context.folder is not None and context.ledger is not None:
             upto = step - max(1, context.keep_steps)
-            retention.remove(context.folder, context.ledger, context.node, upto, kind="eval", log=context.log)
+            retention.remove(
+                context.folder, context.ledger, context.node, upto, kind="eval", log=context.log, own=context.own_folder
+            )
         for source, kept in self._kept.items():
             for group in sources[source].groups:
                 kept.forget(group)
@@ -210,7 +215,7 @@ class EvaluateRuntime(Runtime):
         if metrics["eval_errors"]:
             context.log.warning(
                 "evaluation has failures", node=context.node, step=step, errors=metrics["eval_errors"],
-                of=metrics["eval_n"] + metrics["eval_errors"],
+                of=table.num_rows, by_cause=metrics["eval_failed"],
             )  # fmt: skip
         self._closed.add(step)
         self._last = {"round": step}
@@ -221,16 +226,20 @@ class EvaluateRuntime(Runtime):
 def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:
     """What one round found: the mean of column `of` over the rows that have it, and how many have not.
 
-    A row with an error, or without a score, is counted in eval_errors and is no part of the mean, which is
-    None when nothing is left. Versions are those of all tokens of the rows in the mean.
+    A row with an error is counted in eval_errors, and by its cause in eval_failed; one without a score, to which the
+    scorer does not apply, in eval_does_not_apply. Neither is part of the mean, which is None when nothing is left.
+    Versions are those of all tokens of the rows in the mean.
     """
     good = table.filter(pc.and_(pc.is_null(table.column(ERROR)), pc.is_valid(table.column(of))))
+    errors = table.column(ERROR).drop_null().to_pylist()
     versions = pc.list_flatten(good.column(VERSIONS))
     versions = versions.filter(pc.greater_equal(versions, 0))
     return {
         "eval_accuracy": pc.mean(pc.cast(good.column(of), pa.float64())).as_py(),
         "eval_n": good.num_rows,
-        "eval_errors": table.num_rows - good.num_rows,
+        "eval_errors": len(errors),
+        "eval_failed": counted(errors),
+        "eval_does_not_apply": table.num_rows - good.num_rows - len(errors),
         "eval_version_min": pc.min(versions).as_py(),
         "eval_version_max": pc.max(versions).as_py(),
     }

@@ -8,11 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataflow.annotations import arrow_type
-from dataflow.errors import RecordError
+from dataflow.annotations import admits_none, arrow_type
+from dataflow.errors import RecordError, nearest
 from dataflow.node import Source, Traits
 from dataflow.records import ERROR, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
+from operators.sources.forms import DATA_FORMS
 from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
 from operators.sources.prompt_runtime import PromptRuntime
 from operators.sources.row_files import Fault, Origin, Replay
@@ -39,6 +40,9 @@ class Prompts(Source):
     """Path of a file or folder, id on the hub, or an iterable of dicts or texts."""
     columns: Sequence[str] | Mapping[str, Any] = field(default=(), kw_only=True)
     """Columns kept beside the prompt; with types where the first rows do not tell them: {"answer": float}."""
+    form: str | None = field(default=None, kw_only=True)
+    """Whose rows these are (verl, trl, verifiers, openrlhf, slime): the prompt is found where that system has it, and
+    its columns are kept beside those asked for, null where a row lacks one. Of verl and verifiers prompts are chats."""
     rows: MakeRow | None = field(default=None, kw_only=True)
     """A function from a row to a prompt: a dict, a text, None to skip the row, or a list of prompts."""
     prompt_column: str = field(default=PROMPT, kw_only=True)
@@ -72,6 +76,8 @@ class Prompts(Source):
             object.__setattr__(self, "columns", (self.columns,))
         if isinstance(self.source, Iterator):
             object.__setattr__(self, "source", Replay(self.source))
+        if self.form in DATA_FORMS and DATA_FORMS[self.form].chat:
+            object.__setattr__(self, "chat", True)
 
     def renamed(self, name: str) -> "Prompts":
         """The same prompts under another name."""
@@ -81,15 +87,17 @@ class Prompts(Source):
     def origin(self) -> Origin:
         """Where its rows are."""
         needed = (self.prompt_column, *self.columns, *([self.id_column] if self.id_column else []))
-        columns = needed if self.rows is None else None
+        columns = needed if self.rows is None and self.form is None else None
         return Origin(source=self.source, split=self.split, config=self.config, columns=columns)
 
     @property
     def recipe(self) -> Recipe:
         """How its rows become prompts."""
+        prompt, of_form = self._layout()
+        optional = {name for name, kind in self._stated.items() if admits_none(kind)}
         return Recipe(
-            columns=tuple(self.columns), prompt_column=self.prompt_column, id_column=self.id_column,
-            make=self.rows, chat=self.chat,
+            columns=tuple(dict.fromkeys((*self.columns, *of_form))), prompt_column=prompt, id_column=self.id_column,
+            make=self.rows, chat=self.chat, nullable=frozenset({*optional, *of_form}),
         )  # fmt: skip
 
     @property
@@ -101,9 +109,8 @@ class Prompts(Source):
         """The asked-for columns, typed as stated, else as in the first rows, else as text."""
         if "types" not in self.seen:
             types, self.seen["faults"] = self._sample()
-            if isinstance(self.columns, Mapping):
-                stated = {name: arrow_type(kind) for name, kind in self.columns.items()}
-                types |= {name: kind for name, kind in stated.items() if kind is not None}
+            stated = {name: arrow_type(kind) for name, kind in self._stated.items()}
+            types |= {name: kind for name, kind in stated.items() if kind is not None}
             self.seen["types"] = types
         return dict(self.seen["types"])
 
@@ -149,13 +156,39 @@ class Prompts(Source):
             epochs=self.epochs,
         )  # fmt: skip
 
+    @property
+    def _stated(self) -> Mapping[str, Any]:
+        """Columns whose type is given."""
+        return self.columns if isinstance(self.columns, Mapping) else {}
+
+    def _layout(self) -> tuple[str, tuple[str, ...]]:
+        """The column of the prompt, and those that the form has beside it."""
+        if self.form not in DATA_FORMS:
+            return self.prompt_column, ()
+        if "layout" not in self.seen:
+            self.seen["layout"] = (self.prompt_column, ())
+            if self._is_here:
+                try:
+                    self.seen["layout"] = DATA_FORMS[self.form].found_in(self.origin)
+                except RecordError as error:
+                    self.seen["unreadable"] = str(error)
+        prompt, columns = self.seen["layout"]
+        return (prompt if self.prompt_column == PROMPT else self.prompt_column), columns
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether its rows can be looked at before the run."""
+        return self.origin.path is not None or not isinstance(self.source, str | Path)
+
     def _sample(self) -> tuple[dict[str, pa.DataType], list[Fault]]:
-        unknown = {name: pa.string() for name in self.columns}
-        is_here = self.origin.path is not None or not isinstance(self.source, str | Path)
-        if not is_here or self._knob_faults():
-            return unknown, []
+        if not self._is_here or self._knob_faults():
+            return {name: pa.string() for name in self.columns}, []
+        recipe = self.recipe
+        unknown = {name: pa.string() for name in recipe.columns}
         try:
-            return sample_columns(self.origin, self.recipe)
+            types, faults = sample_columns(self.origin, recipe)
+            nested = {} if self.rows is not None else self.origin.nested_types()
+            return types | {name: kind for name, kind in nested.items() if name in types}, faults
         except RecordError as error:
             self.seen["unreadable"] = str(error)
             return unknown, []
@@ -188,6 +221,11 @@ class Prompts(Source):
                 faults.append(f"'{self.name}' has {knob}={value!r}, which is no number from {least} up; give one")
         if self.on_bad not in ("error", "drop"):
             faults.append(f"'{self.name}' has on_bad={self.on_bad!r}, which is not known; use 'error' or 'drop'")
+        if self.form is not None and self.form not in DATA_FORMS:
+            faults.append(
+                f"'{self.name}' has form={self.form!r}, which is not known{nearest(str(self.form), DATA_FORMS)}; "
+                f"use one of {list(DATA_FORMS)}, or name prompt_column= and columns="
+            )
         if self.rows is not None and not callable(self.rows):
             faults.append(
                 f"'{self.name}' has rows={self.rows!r:.60}, which is no function; "

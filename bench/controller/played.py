@@ -80,7 +80,8 @@ class Worker:
         """Its heartbeat, encoded."""
         status = {"step": 1, "dropped": self.dropped, "version": 3, "tokens": 100_000, "queue": 3, "active": 4}
         report = NodeReport(
-            status=status, seconds={"busy": 12.5, "idle": 1.5, "blocked": 0.25}, rows_in=1000, rows_out=1000,
+            status=status, seconds={"busy": 12.5, "waiting": 1.5, "blocked": 0.25, "starved": 0.0},
+            rows_in=1000, rows_out=1000,
             ended=False, blocked=False, pending=3, oldest={"prompts": 17},
         )  # fmt: skip
         heartbeat = Heartbeat(

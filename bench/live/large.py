@@ -64,7 +64,15 @@ def write(root: Path, operators: int, steps: int) -> RunFolder:
             )
     names = [node["name"] for node in graph_facts(graph)["nodes"]]
     for at in range(ACTIVITY):
-        said = {"replicas": 1, "busy": at * 0.4, "idle": at * 0.5, "blocked": at * 0.1, "rows_in": at, "rows_out": at}
+        said = {
+            "replicas": 1,
+            "busy": at * 0.4,
+            "waiting": at * 0.5,
+            "blocked": at * 0.1,
+            "measured": at,
+            "rows_in": at,
+            "rows_out": at,
+        }
         folder.note_activity(float(at), {name: {**said, "step": at * steps // ACTIVITY} for name in names})
     with Ledger.open(folder.ledger) as ledger:
         (source,) = ledger.sources("trainer")
@@ -80,11 +88,12 @@ def write(root: Path, operators: int, steps: int) -> RunFolder:
 
 def told(graph: Graph, rows: int) -> dict[str, Any]:
     """What the scheduler of this run would say, once so many rows went through each node."""
-    share = {"busy": rows * 0.4, "idle": rows * 0.5, "blocked": rows * 0.1, "starved": 0.0}
+    share = {"busy": rows * 0.4, "waiting": rows * 0.5, "blocked": rows * 0.1, "starved": 0.0}
     facts = graph_facts(graph)
     names = [node["name"] for node in facts["nodes"]]
     nodes = {
-        name: {"seconds": share, "rows_in": rows, "rows_out": rows, "status": {}, "ended": False, "blocked": False}
+        name: {"seconds": share, "measured_s": float(rows), "rows_in": rows, "rows_out": rows, "status": {},
+               "ended": False, "blocked": False}
         for name in names
     }  # fmt: skip
     data = [edge for edge in facts["edges"] if edge["plane"] == "data"]

@@ -57,6 +57,9 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         rows.append(("rollouts", f"{summary.rollouts:,.0f}", per_s))
     if known(summary.dropped):
         rows.append(("dropped", f"{count(summary.dropped)} groups", ""))
+    for name, counts in (("failed", summary.failed), ("no value", summary.does_not_apply)):
+        if counts:
+            rows.append((name, clean(counts), ""))
     if known(summary.efficiency) is not None:
         busiest = f"busiest stage: {clean(summary.busiest)}" if summary.busiest else ""
         rows.append(("efficiency", score(summary.efficiency), busiest))

@@ -16,7 +16,8 @@ class Glyphs:
 
     busy: str = "█"
     blocked: str = "▒"
-    idle: str = "·"
+    starved: str = "▁"
+    waiting: str = "·"
     done: str = "━"
     left: str = "─"
     full: str = "■"
@@ -32,7 +33,8 @@ UNICODE = Glyphs()
 ASCII = Glyphs(
     busy="#",
     blocked="x",
-    idle=".",
+    starved="_",
+    waiting=".",
     done="=",
     left="-",
     full="#",
@@ -161,8 +163,10 @@ def sparkline(
     return "".join(signs[min(max(int((mean - low) / span * len(signs)), 0), len(signs) - 1)] for mean in means)
 
 
-def split_bar(busy: Any, blocked: Any, width: int, glyphs: Glyphs) -> tuple[str, str, str]:
-    """A bar of `width` cells in three pieces: busy, back-pressured, and the rest."""
-    working = min(round(share(busy) * width), width)
-    waiting = min(round(share(blocked) * width), width - working)
-    return glyphs.busy * working, glyphs.blocked * waiting, glyphs.idle * (width - working - waiting)
+def split_bar(busy: Any, blocked: Any, starved: Any, width: int, glyphs: Glyphs) -> tuple[str, str, str, str]:
+    """A bar of `width` cells in four pieces; the last one, waiting, is as long as the bar has cells left."""
+    at_work = min(round(share(busy) * width), width)
+    held_up = min(round(share(blocked) * width), width - at_work)
+    hungry = min(round(share(starved) * width), width - at_work - held_up)
+    left = width - at_work - held_up - hungry
+    return glyphs.busy * at_work, glyphs.blocked * held_up, glyphs.starved * hungry, glyphs.waiting * left

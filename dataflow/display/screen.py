@@ -157,18 +157,19 @@ def _nodes(nodes: Sequence[NodeSnapshot], screen: Screen, room: int) -> list[Sty
     key = [
         (f"busy {glyphs.busy}", "good"),
         (f" blocked {glyphs.blocked}", "hot"),
-        (f" idle {glyphs.idle}", "dim"),
+        (f" starved {glyphs.starved}", "accent"),
+        (f" waiting {glyphs.waiting}", "dim"),
     ]
     found: list[StyledLine] = [[("  ".join(head) + "  ", "dim"), *(key if bar >= 10 else key[:1])]]
     for node, name in zip(shown, names, strict=True):
-        busy, blocked, idle = split_bar(node.busy, node.blocked, bar, glyphs)
+        busy, blocked, starved, waiting = split_bar(node.busy, node.blocked, node.starved, bar, glyphs)
         line: StyledLine = [(fit(name, name_width, glyphs.more), "strong"), ("  ", "")]
         if with_state:
             line += [(fit(clean(node.state), 9, glyphs.more), _state_style(node.state)), ("  ", "")]
         line += [(fit_right(rate(node.rate, glyphs.dash), 7) + "  ", "")]
         line += [(fit_right(count(node.queue, glyphs.dash), 6) + "  ", "")]
         percent = f"{share(node.busy):4.0%}" if known(node.busy) is not None else "    "
-        line += [(busy, "good"), (blocked, "hot"), (idle, "dim"), (f" {percent}", "")]
+        line += [(busy, "good"), (blocked, "hot"), (starved, "accent"), (waiting, "dim"), (f" {percent}", "")]
         if with_note and node.note:
             line.append((f"  {clean(node.note)}", "dim"))
         found.append(line)

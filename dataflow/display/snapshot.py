@@ -19,8 +19,10 @@ class NodeSnapshot:
     """Rows that wait inside it."""
     busy: float | None = None
     """Share of the last seconds spent at work, 0 to 1."""
-    idle: float | None = None
-    """Share spent without input."""
+    waiting: float | None = None
+    """Share spent without input, or without its turn."""
+    starved: float | None = None
+    """Share in which it had input, and only newer weights would have let it begin."""
     blocked: float | None = None
     """Share spent waiting for room further on (back-pressure)."""
     note: str = ""
@@ -94,6 +96,10 @@ class Summary:
     """Rollouts that were trained on."""
     dropped: int | None = None
     """Groups dropped."""
+    failed: str = ""
+    """Rollouts that failed, by node and cause."""
+    does_not_apply: str = ""
+    """Rollouts that a scorer does not apply to, by scorer."""
     reward_before: float | None = None
     """Mean over the first steps."""
     reward_after: float | None = None

@@ -46,13 +46,16 @@ class Node:
     kind: str = "operator"
     """source | operator | sink."""
     state: str = "waiting"
-    """working | waiting | blocked | paused | done."""
+    """working | blocked | waiting | starved | paused | done."""
     for_s: float = 0.0
     """How long it has been in that state, and without a moment of work unless that is `working`."""
     busy: float | None = None
-    """Share of the last seconds; idle and blocked likewise."""
-    idle: float | None = None
+    """Share of the last seconds; the other states likewise."""
     blocked: float | None = None
+    waiting: float | None = None
+    starved: float | None = None
+    beside: float | None = None
+    """The part of busy that its own processes have, while its worker may be at another node."""
     pending: int = 0
     """Rows it holds and owes an answer for."""
     held_back: int = 0
@@ -125,6 +128,8 @@ class Facts:
     """Sources that issue only for evaluations."""
     leading: tuple[str, ...] = ()
     """Trainers whose steps are the run's."""
+    turns: tuple[tuple[str, ...], ...] = ()
+    """Nodes that take turns on devices."""
 
     @property
     def workers(self) -> dict[str, WorkerFacts]:

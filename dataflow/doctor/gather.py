@@ -11,9 +11,10 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.system import processes, stacks
 from dataflow.system.processes import Process
+from dataflow.worker.state_clock import BESIDE, STATES
 
 _LIVE = ("R", "S", "D")
-_ORDER = ("working", "blocked", "paused", "waiting", "done")
+_ORDER = ("working", "blocked", "paused", "starved", "waiting", "done")
 """Of several replicas the node shows the state that comes first here."""
 
 
@@ -34,7 +35,7 @@ def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5,
             for edge in graph.get("edges", []) if edge.get("plane") == "weights"
         ),
         awaited=_awaited(folder, data, config, said), on_demand=tuple(config.get("on_demand", ())),
-        leading=tuple(config.get("leading", ())),
+        leading=tuple(config.get("leading", ())), turns=tuple(map(tuple, config.get("turns", ()))),
     )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def _node(declared: Mapping[str, Any], said: Mapping[str, Any], workers: list[Wo
     return Node(
         name=name, kind=kind, state=state,
         for_s=min((float(p.get("for_s", 0.0)) for p in pasts if p.get("state", "waiting") == state), default=0.0),
-        busy=_mean(pasts, "busy"), idle=_mean(pasts, "idle"), blocked=_mean(pasts, "blocked"),
+        **{state: _mean(pasts, state) for state in (*STATES, BESIDE)},
         pending=sum(int(report.get("pending", report["status"].get("queue", 0))) for report in reports),
         held_back=held_back, step=_least(statuses, "step"), version=_least(statuses, "version"),
         rows_in=_sum(reports, "rows_in"), rows_out=_sum(reports, "rows_out"), workers=tuple(workers),

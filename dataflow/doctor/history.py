@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from dataflow.worker.state_clock import BESIDE, STATES
+
 WINDOW_S = 3.0
 """Shares and states are those of so many last seconds."""
-_SUMS = ("busy", "idle", "blocked")
-_STATES = {"busy": "working", "idle": "waiting", "blocked": "blocked"}
+_SHOWN = {"busy": "working"}
+"""What a state is called that has another name for people."""
 _COUNTS = ("step", "version", "tokens", "round", "issued", "scored", "copied_bytes")
 
 Reports: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -44,15 +46,15 @@ class History:
                 self._note(self._past.setdefault((worker, node), _Past(since=now)), said, heartbeat, node, now)
 
     def plain(self, now: float) -> dict[str, dict[str, dict[str, Any]]]:
-        """By worker, by node: {"state", "for_s", "busy", "idle", "blocked"}; shares are None where not known.
+        """By worker, by node: {"state", "for_s"} and the share of each state, None where not known.
 
         for_s: in this state; of one that does not work, since it last did, if only for a moment.
         """
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for (worker, node), past in self._past.items():
             spent = _spent(past)
-            whole = sum(spent.values())
-            shares = {key: spent[key] / whole if whole else None for key in _SUMS}
+            whole = sum(spent[state] for state in STATES)
+            shares = {key: value / whole if whole else None for key, value in spent.items()}
             since = past.since if past.state == "working" else max(past.since, past.worked)
             found.setdefault(worker, {})[node] = {"state": past.state, "for_s": now - since, **shares}
         return found
@@ -60,7 +62,7 @@ class History:
     def _note(self, past: _Past, said: Mapping[str, Any], heartbeat: Mapping[str, Any], node: str, now: float) -> None:
         if past.sums and said["seconds"]["busy"] > past.sums[-1][1]["busy"]:
             past.worked = now
-        past.sums.append((now, {key: float(said["seconds"][key]) for key in _SUMS}))
+        past.sums.append((now, {key: float(said["seconds"].get(key, 0.0)) for key in (*STATES, BESIDE)}))
         while len(past.sums) > 2 and now - past.sums[1][0] > WINDOW_S:
             past.sums.popleft()
         state = _state(said, heartbeat.get("at") == node, _spent(past), past.state)
@@ -90,10 +92,11 @@ def _state(said: Mapping[str, Any], in_slice: bool, spent: Mapping[str, float], 
         return "paused"
     if not any(spent.values()):
         return "working" if in_slice else before
-    return _STATES[max(_SUMS, key=lambda key: spent[key])]
+    most = max(STATES, key=lambda state: spent[state])
+    return _SHOWN.get(most, most)
 
 
 def _spent(past: _Past) -> dict[str, float]:
     """By kind, the seconds of the window."""
     first, last = past.sums[0][1], past.sums[-1][1]
-    return {key: max(0.0, last[key] - first[key]) for key in _SUMS}
+    return {key: max(0.0, last[key] - first[key]) for key in last}

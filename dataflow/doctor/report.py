@@ -17,6 +17,7 @@ from dataflow.system import stacks
 from dataflow.system.optional_files import read_text
 from dataflow.system.processes import Process
 from dataflow.system.stacks import Thread
+from dataflow.worker.state_clock import STATES
 
 _FAULTS = 5
 _MOST_TEXT = 160
@@ -79,17 +80,17 @@ def _waits(facts: Facts) -> list[str]:
 
 def _how_long(node: Node) -> str:
     """Of one that works now and then the share of its time that it waits."""
-    share = node.blocked if node.state == "blocked" else node.idle
+    share = {"blocked": node.blocked, "starved": node.starved}.get(node.state, node.waiting)
     if node.for_s < _NOW_AND_THEN_S and share is not None:
         return f"{share:.0%} of the time"
     return f"{seconds(node.for_s)} now"
 
 
 def _nodes(facts: Facts) -> list[str]:
-    rows = [["node", "state", "since", "busy", "idle", "blocked", "holds", "step", "version", "rows in", "out"]]
+    rows = [["node", "state", "since", *STATES, "holds", "step", "version", "rows in", "out"]]
     for node in facts.nodes.values():
         rows.append([
-            node.name, _state(node), seconds(node.for_s), _share(node.busy), _share(node.idle), _share(node.blocked),
+            node.name, _state(node), seconds(node.for_s), *(_share(getattr(node, state)) for state in STATES),
             str(node.pending), _number(node.step), _number(node.version), f"{node.rows_in:,}", f"{node.rows_out:,}",
         ])  # fmt: skip
     return table(rows)

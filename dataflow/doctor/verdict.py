@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 
+from dataflow.doctor.bottleneck import loads
 from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.waiting import SILENT_S, Wait, ends, seconds, trouble, troubled, waits
+from dataflow.history.bottleneck import ALIKE
 
 MOVES_S = 10.0
 """A run in which something moved within so many seconds is under way."""
 _LONG_SLICE_S = 30.0
-_BUSY, _ALIKE = 0.5, 0.02
-"""A part that is busy for a smaller share holds nobody up; shares that differ by less are alike."""
+_BUSY = 0.5
+"""A part that is busy for a smaller share holds nobody up."""
 
 
 def verdict(facts: Facts, *, moves_s: float = MOVES_S) -> str:
@@ -61,17 +63,20 @@ def _ill(facts: Facts, root: str, waiting: list[str], found: list[Wait]) -> str:
 
 
 def _fine(facts: Facts) -> str:
-    known = {name: node.busy for name, node in facts.nodes.items() if node.busy is not None and node.state != "done"}
+    found = loads(facts)
     if facts.evaluating:
         return f"Nothing is wrong: the run is in its {facts.phase.replace('_', ' ')}."
-    if not known:
+    if not found:
         return "Nothing is wrong: rows move."
-    most = max(known.values())
-    slowest = [name for name, share in known.items() if share > most - _ALIKE]
+    most = found[0].share
     if most < _BUSY:
-        return f"Nothing is wrong: rows move, and '{slowest[0]}' is busiest, busy {most:.0%}."
-    are = "is the slowest part" if len(slowest) == 1 else "are the slowest parts"
-    return f"Nothing is wrong: {_list([repr(name) for name in slowest])} {are}, busy {most:.0%}."
+        return f"Nothing is wrong: rows move, and '{found[0].node}' is busiest, busy {found[0].busy:.0%}."
+    slowest = [load.node for load in found if load.share > most - ALIKE]
+    if len(slowest) > 1:
+        parts = [repr(name) for name in facts.nodes if name in slowest]
+        return f"Nothing is wrong: {_list(parts)} are the slowest parts, busy {most:.0%}."
+    shared = f", and those that work in turn with it make that {most:.0%}" if found[0].is_shared else ""
+    return f"Nothing is wrong: '{slowest[0]}' is the slowest part, busy {found[0].busy:.0%}{shared}."
 
 
 def _circle(facts: Facts, names: list[str], found: list[Wait]) -> str:

@@ -194,7 +194,7 @@ def _group(facts: Facts, node: Node, awaited: Awaited) -> Wait:
 
 
 def _is_idle(node: Node) -> bool:
-    return node.state == "waiting" and not node.pending and not troubled(node)
+    return node.state in ("waiting", "starved") and not node.pending and not troubled(node)
 
 
 def _path(facts: Facts, sink: str, source: str) -> list[str]:

@@ -25,7 +25,7 @@ class Swap:
     """From 1 on, in the order in which they were taken in."""
     node: str
     reference: str
-    """MODULE:ATTRIBUTE."""
+    """MODULE:ATTRIBUTE, or FORM:MODULE:ATTRIBUTE."""
     file: str = ""
     """Where the module stood."""
     source: str = ""

@@ -60,12 +60,19 @@ def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
     for feedback in feeding(graph).values():
         staleness[feedback.weights.trainer.name] = feedback.max_staleness
     placed = {
-        node: {"threads": place.threads, "ranks": place.ranks, "replicas": place.replicas, "gpus": len(place.gpus)}
+        node: {
+            "worker": place.worker,
+            "threads": place.threads,
+            "ranks": place.ranks,
+            "replicas": place.replicas,
+            "gpus": len(place.gpus),
+        }
         for node, place in plan.placements.items()
     }
     return {
         "max_staleness": staleness, "leading": leading(graph), "plan": plan.explain().splitlines(),
-        "placed": placed, "on_demand": list(plan.on_demand), "settable": _settable(graph),
+        "placed": placed, "on_demand": list(plan.on_demand), "turns": [list(group) for group in plan.turns],
+        "settable": _settable(graph),
         **({"hosts": {node: list(place.all_hosts) for node, place in plan.placements.items()}}
            if plan.devices.hosts else {}),
     }  # fmt: skip

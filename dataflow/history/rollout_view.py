@@ -77,7 +77,8 @@ def show_rollout(found: FoundRollout, console: Console, vocabulary: "Mapping[int
     ended = row[records.FINISH_REASON] if row[records.ERROR] is None else f"error: {row[records.ERROR]}"
     console.print(f"ended    {ended}", highlight=False, markup=False)
     for name, value in scores(row).items():
-        console.print(f"{name:<8} {value}", highlight=False, markup=False)
+        said = "no value: it does not apply, or was not asked" if value is None else value
+        console.print(f"{name:<8} {said}", highlight=False, markup=False)
     for title, text in (("prompt", row[records.PROMPT]), ("completion", row[records.COMPLETION])):
         console.print(f"\n[bold]{title}[/]")
         console.print(text, highlight=False, markup=False)

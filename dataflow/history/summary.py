@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,6 +20,9 @@ from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.planning.hosts import named
 from dataflow.structure import lines_of
+
+_CAUSES = 4
+"""That the summary names."""
 
 
 def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
@@ -39,6 +43,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         graph=graph.get("name", path.name), outcome=times.get("outcome", "not finished"),
         steps=len(steps), wall_s=seconds, rollouts=sum(line.get("rollouts", 0) for line in steps),
         dropped=sum(sum((line.get("dropped") or {}).values()) for line in steps),
+        failed=_added(steps, "failed"), does_not_apply=_added(steps, "does_not_apply"),
         reward_before=_mean(rewards[:tenth]), reward_after=_mean(rewards[-tenth:]),
         accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
         efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,
@@ -119,6 +124,18 @@ def _from_here(path: Path) -> Path:
 def _program() -> str:
     """How the `dataflow` command is called from this shell: by its name, or through the Python of its environment."""
     return "dataflow" if shutil.which("dataflow") else f"{_from_here(Path(sys.executable))} -m dataflow"
+
+
+def _added(steps: Sequence[Mapping[str, Any]], figure: str) -> str:
+    """Counts by name that each step has, added up: `15 rollouts (judge: hung 12, reward: raised 3)`."""
+    total: Counter[str] = Counter()
+    for line in steps:
+        total.update(line.get(figure) or {})
+    if not total:
+        return ""
+    told = [f"{name} {count:,}" for name, count in total.most_common(_CAUSES)]
+    more = [f"{len(total) - _CAUSES} more"] * (len(total) > _CAUSES)
+    return f"{total.total():,} rollouts ({', '.join(told + more)})"
 
 
 def _mean(values: Sequence[float]) -> float | None:

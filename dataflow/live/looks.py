@@ -2,18 +2,21 @@
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from dataflow.doctor.bottleneck import bottleneck
 from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.gather import gather
 from dataflow.doctor.verdict import verdict
 from dataflow.doctor.waiting import trouble
 from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
+from dataflow.history.bottleneck import alike, bounding, groups, heaviest
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.live.ended import told_of_the_end
+from dataflow.worker.state_clock import BESIDE, STATES
 
 Ask = Callable[[RunFolder, float], Mapping[str, Any]]
 """Asks the scheduler of a run, for so many seconds; as `dataflow.scheduler.requests.ask_for_state`."""
@@ -23,7 +26,8 @@ LEAST_S, LEISURE = 0.9, 20.0
 it at most."""
 WINDOW_S = 3.0
 """Rates and shares are those of so many last seconds."""
-SHARES = ("busy", "blocked", "idle")
+SUMS = (*STATES, BESIDE, "measured", "rows_in", "rows_out", "tokens")
+"""What is told of a node since it began, in seconds and counts."""
 
 
 class Looks:
@@ -67,7 +71,8 @@ class Looks:
         rows = {node["name"]: (node["rows_in_s"], node["rows_out_s"]) for node in nodes}
         return {
             "state": "under way", "phase": facts.phase.replace("_", " "), "draining": facts.draining,
-            "sentence": verdict(facts), "step": facts.step, "steps": facts.steps, "still_s": round(facts.still_s, 1),
+            "sentence": verdict(facts), "bottleneck": bottleneck(facts),
+            "step": facts.step, "steps": facts.steps, "still_s": round(facts.still_s, 1),
             "over_s": round(passed, 1), "nodes": nodes, "edges": _edges(facts, rows), "weights": _weights(facts),
         }  # fmt: skip
 
@@ -77,19 +82,31 @@ class Looks:
         times = self._folder.read_json("times.json", TIMES)
         outcome = str(times.get("outcome", "")) or "not finished"
         seconds = times.get("seconds")
-        graph, _ = described(self._folder)
+        graph, config = described(self._folder)
         done, passed = whole(line for _, line in self._folder.stream_activity(0))
         nodes = [_ended(str(each.get("name")), done.get(str(each.get("name")), {}), passed)
                  for each in graph.get("nodes", [])]  # fmt: skip
         rows = {node["name"]: (node["rows_in_s"], node["rows_out_s"]) for node in nodes}
         versions = {node["name"]: node["version"] for node in nodes}
         kept = [(str(e["from"]), str(e["to"])) for e in graph.get("edges", []) if e.get("plane") == "weights"]
+        bound = _bounded(nodes, config)
         return {
-            "state": outcome, "phase": "", "draining": False, "step": None, "steps": None, "still_s": None,
-            "sentence": told_of_the_end(outcome, passed, nodes),
+            "state": outcome, "bottleneck": bound, "phase": "",
+            "draining": False, "step": None, "steps": None, "still_s": None,
+            "sentence": told_of_the_end(outcome, passed, nodes, bound),
             "over_s": passed, "seconds": seconds if isinstance(seconds, int | float) else None,
             "nodes": nodes, "edges": _rates(graph, rows), "weights": [_versions(*ends, versions) for ends in kept],
         }  # fmt: skip
+
+
+def _bounded(nodes: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str | None:
+    """The node that bounded a run, by the shares of all of it."""
+    busy = {str(node["name"]): float(node["shares"]["busy"]) for node in nodes if node["shares"]}
+    placed = config.get("placed") or {}
+    workers = {name: str((placed.get(name) or {}).get("worker", name)) for name in busy}
+    beside = {str(node["name"]): float(node["beside"]) for node in nodes}
+    found = heaviest(busy, beside, groups(list(busy), [*alike(workers), *config.get("turns", ())]))
+    return bounding(found, list(busy))
 
 
 def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], float]:
@@ -113,20 +130,22 @@ def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]]
 
 
 def _grown(said: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
-    keys = [key for key in (*SHARES, "rows_in", "rows_out", "tokens") if isinstance(said.get(key), int | float)]
+    keys = [key for key in SUMS if isinstance(said.get(key), int | float)]
     return {key: max(0.0, said[key] - float(before.get(key) or 0.0)) for key in keys}
 
 
-def shares(spent: Mapping[str, float] | None, passed_s: float, replicas: int) -> dict[str, float] | None:
-    """Of each kind of time that is measured, the share; they need not add up to 1, and nothing fills the rest.
-
-    Of more than all, since reports are not of one moment, all."""
-    whole = passed_s * max(1, replicas)
+def shares(spent: Mapping[str, float] | None) -> dict[str, float] | None:
+    """Of each state the share of the time that was measured; nothing fills what none of them covers."""
+    whole = 0.0 if spent is None else spent.get("measured", 0.0)
     if spent is None or whole <= 0:
         return None
-    found = {name: max(0.0, spent.get(name, 0.0)) / whole for name in SHARES}
-    over = max(1.0, sum(found.values()))
-    return {name: round(share / over, 4) for name, share in found.items()}
+    return {state: round(min(1.0, max(0.0, spent.get(state, 0.0)) / whole), 4) for state in STATES}
+
+
+def _beside(spent: Mapping[str, float] | None) -> float:
+    """The share of its time in which a node's own processes were at work and its loop was not."""
+    whole = 0.0 if spent is None else spent.get("measured", 0.0)
+    return 0.0 if spent is None or whole <= 0 else max(0.0, spent.get(BESIDE, 0.0)) / whole
 
 
 def _sums(told: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -134,9 +153,10 @@ def _sums(told: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for worker in told.get("workers", {}).values():
         for name, said in worker["heartbeat"].get("nodes", {}).items():
-            known = found.setdefault(name, dict.fromkeys((*SHARES, "rows_in", "rows_out", "tokens"), 0.0))
-            for key in SHARES:
-                known[key] += float(said["seconds"][key])
+            known = found.setdefault(name, dict.fromkeys(SUMS, 0.0))
+            for state, value in said["seconds"].items():
+                known[state] += float(value)
+            known["measured"] += float(said["measured_s"])
             for key in ("rows_in", "rows_out"):
                 known[key] += float(said[key])
             known["tokens"] += float(said["status"].get("tokens", 0))
@@ -154,7 +174,7 @@ def _node(node: Node, spent: Mapping[str, float] | None, passed: float) -> dict[
     ill = [f"{worker.name} {said}" for worker in node.workers if (said := trouble(worker))]
     return {
         "name": node.name, "state": node.state, "for_s": round(node.for_s, 1),
-        "shares": shares(spent, passed, len(present)), **_per_second(spent, passed),
+        "shares": shares(spent), "beside": _beside(spent), **_per_second(spent, passed),
         "pending": node.pending, "held_back": node.held_back, "step": node.step, "version": node.version,
         "rows_in": node.rows_in, "rows_out": node.rows_out, "replicas": len(present), "ill": ill,
         "workers": [_worker(worker) for worker in node.workers if worker.state not in ("left", "gone")],
@@ -174,10 +194,9 @@ def _worker(worker: WorkerFacts) -> dict[str, Any]:
 def _ended(name: str, told: Mapping[str, Any], passed: float | None) -> dict[str, Any]:
     """A node of a run that is over, on the mean over all of it."""
     sums = {key: float(value) for key, value in told.items() if isinstance(value, int | float)}
-    replicas = int(sums.get("replicas", 1))
     measured = sums if told and passed else None
     return {
-        "name": name, "state": "over", "for_s": None, "shares": shares(measured, passed or 0.0, replicas),
+        "name": name, "state": "over", "for_s": None, "shares": shares(measured), "beside": _beside(measured),
         **_per_second(measured, passed or 0.0), "pending": None, "held_back": None,
         "step": told.get("step"), "version": told.get("version"), "rows_in": told.get("rows_in"),
         "rows_out": told.get("rows_out"), "replicas": told.get("replicas"), "ill": [], "workers": [],

@@ -160,7 +160,7 @@ def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> 
 def _scores(graph: Structure, columns: Mapping[str, Columns]) -> dict[str, str]:
     """The scorers of single rollouts whose columns arrive, and where each is defined."""
     arriving = {name for of_source in columns.values() for name in of_source}
-    rows = [op for op in graph.operators.values() if isinstance(op, Scorer) and op.per == "row"]
+    rows = [op for op in graph.operators.values() if isinstance(op, Scorer) and op.per != "group"]
     return {op.name: op.where for op in rows if op.name in arriving}
 
 

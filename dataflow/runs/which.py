@@ -96,16 +96,17 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
         if (away := (known.last.get(node) or 0) - known.gone.get(node, 0) - len(mine)) > 0:
             why = "other hosts have them, or they were removed"
             notes.append(f"rollouts of {away:,} steps of '{node}' are not in this folder: {why}")
-    files += _files(folder, None, "eval", EVALUATED, evaluations[0] if len(evaluations) == 1 else "", known)
+    for node in evaluations or [""]:
+        files += _files(folder, node if len(evaluations) > 1 else None, "eval", EVALUATED, node, known)
     return CountedFiles(files=tuple(files), notes=tuple(notes))
 
 
 def counted_files(folder: RunFolder, kind: str, own: str = "") -> list[tuple[int, Path]]:
-    """Steps and paths of the files that count, ascending. kind: step | eval. own: the trainer, where several keep
-    their own."""
+    """Steps and paths of the files that count, ascending. kind: step | eval. own: the trainer or the evaluation,
+    where several keep their own."""
     graph, config = described(folder)
     if kind == "eval":
-        outcome, nodes = EVALUATED, evaluations_of(graph, config)
+        outcome, nodes = EVALUATED, [own] if own else evaluations_of(graph, config)
         known = _ask(folder, [], nodes)
     else:
         outcome, nodes = TRAINED, [own] if own else trainers_of(graph, config)

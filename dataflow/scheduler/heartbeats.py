@@ -17,7 +17,7 @@ def together(earlier: Told, now: Heartbeat | None) -> Told:
     """A heartbeat whose sums are those of both; what is known only of earlier attempts stays as it was."""
     nodes = dict(earlier.get("nodes", {}))
     for name, known in nodes.items():
-        nodes[name] = {**known, "blocked": False, "ended": False, "turn": ""}
+        nodes[name] = {**known, "blocked": False, "starved": False, "ended": False, "turn": ""}
     if now is None:
         return {**earlier, "nodes": nodes}
     for name, report in now.nodes.items():
@@ -34,5 +34,5 @@ def _added(before: Told, report: dict[str, Any]) -> dict[str, Any]:
     return report | {
         "status": status,
         "seconds": {key: value + before["seconds"].get(key, 0.0) for key, value in report["seconds"].items()},
-        "rows_in": report["rows_in"] + before["rows_in"], "rows_out": report["rows_out"] + before["rows_out"],
-    }  # fmt: skip
+        **{key: report[key] + before[key] for key in ("rows_in", "rows_out", "measured_s")},
+    }

@@ -14,9 +14,9 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.structure import feeding, leading, lines_of
+from dataflow.worker.state_clock import BESIDE, STATES
 
 _WINDOW_S = 5.0
-_SUMS = ("busy", "idle", "blocked")
 _COUNTED = ("tokens", "version", "step")
 """What a status has of work done."""
 _DECODED = "decode_"
@@ -88,7 +88,8 @@ class ProgressWatch:
         return {
             name: {
                 "replicas": _present(node), "rows_in": node["rows_in"], "rows_out": node["rows_out"],
-                **{key: round(node["seconds"][key], 4) for key in _SUMS},
+                **{key: round(value, 4) for key, value in node["seconds"].items()},
+                "measured": round(node["measured_s"], 4),
                 **{key: count for key, count in node["status"].items() if key in _COUNTED or key.startswith(_DECODED)},
             }
             for name, node in self._nodes.items()
@@ -161,17 +162,20 @@ class ProgressWatch:
             member = heartbeat.get("member", "live")
             for name, report in heartbeat.get("nodes", {}).items():
                 known = nodes.setdefault(
-                    name, {"status": {}, "seconds": dict.fromkeys(_SUMS, 0.0), "rows_in": 0, "rows_out": 0,
-                           "blocked": False, "ended": True, "turns": set(), "members": collections.Counter()}
+                    name, {"status": {}, "seconds": dict.fromkeys((*STATES, BESIDE), 0.0), "rows_in": 0, "rows_out": 0,
+                           "measured_s": 0.0, "blocked": False, "starved": False, "ended": True, "turns": set(),
+                           "members": collections.Counter()}
                 )  # fmt: skip
                 known["members"][member] += 1
                 known["rows_in"] += report["rows_in"]
                 known["rows_out"] += report["rows_out"]
-                known["blocked"] |= report["blocked"] and member != "left"
+                known["measured_s"] += report.get("measured_s", 0.0)
+                for state in ("blocked", "starved"):
+                    known[state] |= report[state] and member != "left"
                 known["turns"] |= {report.get("turn", "")} if member != "left" else set()
                 known["ended"] &= report["ended"] or member == "left"
-                for key in _SUMS:
-                    known["seconds"][key] += report["seconds"][key]
+                for key in known["seconds"]:
+                    known["seconds"][key] += report["seconds"].get(key, 0.0)
                 for key, value in report["status"].items():
                     both = key in known["status"] and isinstance(value, int | float)
                     if key == "version":
@@ -234,14 +238,14 @@ class ProgressWatch:
         if node is None:
             return NodeSnapshot(name=name, state="starting")
         before = self._past[0][1].get(name, node) if self._past else node
-        spent = {key: node["seconds"][key] - before["seconds"][key] for key in _SUMS}
+        spent = {key: node["seconds"][key] - before["seconds"][key] for key in STATES}
         whole = sum(spent.values())
         status = node["status"]
         made = "rows_in" if self._graph.operators[name].kind == "sink" else "rows_out"
         return NodeSnapshot(
             name=name, state=_state(node, spent), rate=self._rate(lambda nodes: nodes.get(name, node)[made]),
-            queue=_whole(status.get("queue", status.get("waiting"))), busy=spent["busy"] / whole if whole else None,
-            idle=spent["idle"] / whole if whole else None, blocked=spent["blocked"] / whole if whole else None,
+            queue=_whole(status.get("queue", status.get("waiting"))),
+            **{state: spent[state] / whole if whole else None for state in STATES},
             note=_note(status, node["members"], self._waited_for(name)), replicas=_present(node),
         )  # fmt: skip
 
@@ -278,7 +282,9 @@ def _state(node: Mapping[str, Any], spent: Mapping[str, float]) -> str:
         return "ended"
     if _turn(node) in ("waits", "asleep"):
         return "waiting" if _turn(node) == "waits" else "asleep"
-    return "blocked" if node["blocked"] else "working" if spent["busy"] else "waiting"
+    if node["blocked"]:
+        return "blocked"
+    return "working" if spent["busy"] else "starved" if node["starved"] else "waiting"
 
 
 def _turn(node: Mapping[str, Any]) -> str:

@@ -9,7 +9,9 @@ from dataflow.scoring.calls import PoolSettings
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer, Pool
 from dataflow.scoring.process import Encode
+from dataflow.scoring.retrying import WORLD_ERRORS
 from dataflow.scoring.return_values import describe
+from dataflow.scoring.signature import code_of
 from dataflow.scoring.values import pack, prepare
 
 
@@ -22,6 +24,10 @@ class Caller(Protocol):
     @property
     def open_calls(self) -> int:
         """Calls submitted and not yet answered."""
+
+    @property
+    def at_work(self) -> float:
+        """The share of its own processes that have calls, from 0 to 1."""
 
     def waits(self) -> Sequence[int]:
         """A descriptor that is readable when `poll` has something to do, where it waits for anybody."""
@@ -40,6 +46,7 @@ class InWorker:
     """Makes the calls of one job at a time in this process, with no limits."""
 
     restarts = 0
+    at_work = 0.0
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
@@ -83,11 +90,11 @@ class InWorker:
 
 def caller_of(scorer: ScorerKnobs[..., Any]) -> Caller:
     """What makes the calls of a scorer: a pool, whose server is forked here, or this process."""
-    code = scorer.function.__code__
+    code = code_of(scorer.function) or scorer.function.__code__
     settings = PoolSettings(
         prepare=partial(prepare, scorer),
         pack=partial(pack, scorer),
-        describe=partial(describe, code=code),
+        describe=partial(describe, code=code, world=(*WORLD_ERRORS, *scorer.world)),
         processes=scorer.processes,
         concurrency=scorer.concurrency,
         is_async=scorer.signature.is_async,

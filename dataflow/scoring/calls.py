@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dataflow.scoring.failure import HUNG
 from dataflow.system.messages import Codec
 
 Call = Callable[..., Any]
@@ -78,4 +79,4 @@ class PoolSettings:
     @property
     def late(self) -> str:
         """What a call that took too long is recorded as."""
-        return f"no answer within {self.timeout_s:g} s"
+        return f"{HUNG}: no answer within {self.timeout_s:g} s"

@@ -11,16 +11,17 @@ import pyarrow as pa
 
 from dataflow.errors import GraphError
 from dataflow.node import Traits, Transform
-from dataflow.records import ERROR, Columns
-from dataflow.scoring.signature import Signature, read_signature, where_defined
+from dataflow.records import ERROR, Columns, note_column
+from dataflow.scoring.signature import NOTED, Signature, read_signature, where_defined
 from dataflow.settable import RESTART, Settable, settable_parameters
 
 P = ParamSpec("P")
 T_co = TypeVar("T_co", covariant=True)
-Per = Literal["row", "group"]
+Per = Literal["row", "group", "batch"]
 
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_MEMORY_MB = 1024
+DEFAULT_RETRIES = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,13 +30,22 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
 
     light: ClassVar[bool] = True
     state: ClassVar[str | None] = "scored"
+    may_not_apply: ClassVar[bool] = True
+    """Whether None says that it does not apply to a row; False: None is no answer."""
 
     function: Callable[P, T_co] = field(repr=False)
     """What the user wrote."""
     per: Per = "row"
-    """Called once per rollout, or once per group with the columns of its good rows."""
+    """Called once per rollout, or once with all good rows of a group, or of all groups that arrived together."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Wall-clock seconds for one call."""
+    """Wall-clock seconds for one call, its retries included."""
+    retries: int = DEFAULT_RETRIES
+    """Times that a call is made again which raised WorldFailed, ConnectionError, TimeoutError or one of `world`; not
+    inside the worker (isolate=False), which must not wait."""
+    world: tuple[type[BaseException], ...] = ()
+    """What else the function raises where something outside failed, such as httpx.TransportError."""
+    rest: bool = False
+    """Whether it also gets, by keyword, the rows' other columns, those of the engine left out."""
     memory_mb: int | None = DEFAULT_MEMORY_MB
     """Megabytes that a process of its pool may take beyond what it started with; None: no limit."""
     concurrency: int = 1
@@ -51,7 +61,7 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
     """The function's parameters as columns and knobs, and the Arrow type it writes."""
 
     def __post_init__(self) -> None:
-        signature = read_signature(self.function, per_group=self.per == "group")
+        signature = read_signature(self.function, has_lists=self.per != "row", takes_rest=self.rest)
         object.__setattr__(self, "signature", signature)
         if not self.name:
             object.__setattr__(self, "name", signature.name)
@@ -72,6 +82,13 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
         return self.signature.output
 
     @property
+    def writes(self) -> Columns:
+        """Its own columns: its name, and `<name>_note` where the function gives notes."""
+        if self.output != NOTED:
+            return {self.name: self.output}
+        return {self.name: pa.float64(), note_column(self.name): pa.string()}
+
+    @property
     def traits(self) -> Traits:
         """A function that is called with a group compares its rollouts."""
         return Traits(compares_siblings=self.per == "group", calls_at_once=self.concurrency * self.processes)
@@ -83,7 +100,10 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
 
     def identity(self) -> Hashable:
         """The function, the name, the knobs and the limits."""
-        limits = (self.per, self.timeout_s, self.memory_mb, self.concurrency, self.processes, self.isolate)
+        limits = (
+            self.per, self.timeout_s, self.memory_mb, self.concurrency, self.processes, self.isolate, self.retries,
+            self.world, self.rest,
+        )  # fmt: skip
         knobs = tuple(sorted((knob, _frozen(value)) for knob, value in self.given.items()))
         return (self.function, self.name, knobs, limits)
 
@@ -93,7 +113,7 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
 
     def provides(self, columns: Columns) -> Columns:
         """Its input's columns, `error` where failures are recorded, and its own."""
-        return {**columns, ERROR: pa.string(), self.name: self.output}
+        return {**columns, ERROR: pa.string(), **self.writes}
 
     def knobs(self) -> dict[str, Any]:
         """The function's knobs set at the application, and limits that differ from their defaults."""
@@ -122,8 +142,14 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
 
     def _check_limits(self) -> None:
         head = f"scorer '{self.name}' ({self.where})"
-        if self.per not in ("row", "group"):
-            raise GraphError(f"{head} has per={self.per!r}, which is not known; use per='row' or per='group'")
+        if self.per not in ("row", "group", "batch"):
+            raise GraphError(f"{head} has per={self.per!r}, which is not known; use 'row', 'group' or 'batch'")
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
+            raise GraphError(f"{head} has retries={self.retries!r}, which must be a whole number; use 0 or more")
+        if not isinstance(self.world, tuple) or not all(_is_exception(each) for each in self.world):
+            raise GraphError(
+                f"{head} has world={self.world!r}; give a tuple of what it raises, such as (httpx.TransportError,)"
+            )
         for knob in ("concurrency", "processes"):
             found = getattr(self, knob)
             if isinstance(found, bool) or not isinstance(found, int) or found < 1:
@@ -145,6 +171,10 @@ class ScorerKnobs(Transform, Generic[P, T_co]):
             )
         if self.processes > 1:
             raise GraphError(f"{head} has processes={self.processes} but isolate=False; leave isolate=True")
+
+
+def _is_exception(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, BaseException)
 
 
 def _frozen(value: Any) -> Hashable:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from dataflow.errors import WorkerDied
 from dataflow.scoring.calls import CALLS, PoolSettings
+from dataflow.scoring.failure import DIED
 from dataflow.scoring.process import AnswerFrame, Asked, CallChunk, CallRange, Encode, PoolProcess, memory_kb, pieces_of
 from dataflow.scoring.server import (
     PROGRESS_FIELDS,
@@ -91,6 +92,15 @@ class Pool:
     def open_calls(self) -> int:
         """Calls submitted and not yet answered."""
         return sum(job.left for job in self._jobs.values())
+
+    @property
+    def at_work(self) -> float:
+        """The share of the calls that its processes could make at a time which they have, from 0 to 1."""
+        if not self._jobs:
+            return 0.0
+        most = self._settings.concurrency
+        made = sum(min(process.open_calls, most) for process in self._processes)
+        return made / (most * len(self._processes))
 
     @property
     def pids(self) -> list[int]:
@@ -318,7 +328,7 @@ class Pool:
         limit_mb = self._settings.memory_mb
         if limit_mb is None or process.grown_kb() <= limit_mb << 10:
             return False
-        process.cause = f"its process took more memory than its limit of {limit_mb} MB"
+        process.cause = f"{DIED}: its process took more memory than its limit of {limit_mb} MB"
         return True
 
     def _bury(self, processes: list[PoolProcess], status: int | None) -> None:
@@ -367,9 +377,9 @@ class Pool:
 
     def _how_it_ended(self, status: int | None) -> str:
         if status is None:
-            return "it closed the wire of its process"
+            return f"{DIED}: it closed the wire of its process"
         if status >= 0:
-            return f"its process exited with status {status}"
+            return f"{DIED}: its process exited with status {status}"
         limit_mb = self._settings.memory_mb
         note = "" if limit_mb is None else f" (memory limit {limit_mb} MB)"
-        return f"its process ended with signal {-status}{note}"
+        return f"{DIED}: its process ended with signal {-status}{note}"

@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dataflow.scoring.failure import RAISED, UNUSABLE, WORLD
+from dataflow.scoring.retrying import WORLD_ERRORS
+from dataflow.scoring.signature import NOTED, Noted
+
 _LONGEST_ERROR = 500
 _INT64 = range(-(2**63), 2**63)
 Check = Callable[[Any], Any]
@@ -21,6 +25,8 @@ class Unscored(Exception):
 
 def checker(output: pa.DataType) -> Check:
     """What turns a returned value into one that can be stored; it raises Unscored for any other."""
+    if output == NOTED:
+        return _checked_noted
     if pa.types.is_floating(output):
         return _checked_float
     if pa.types.is_integer(output):
@@ -35,10 +41,15 @@ def checker(output: pa.DataType) -> Check:
     return lambda value: [item(each) for each in _checked_kind(value, list)]
 
 
-def describe(error: BaseException, code: CodeType) -> str:
-    """An exception as one line with the place in the function's file where it came from."""
+def applying(check: Check, may_not_apply: bool) -> Check:
+    """The same check, which also takes None where a function may say so that it does not apply."""
+    return (lambda value: None if value is None else check(value)) if may_not_apply else check
+
+
+def describe(error: BaseException, code: CodeType, world: tuple[type[BaseException], ...] = WORLD_ERRORS) -> str:
+    """An exception as its cause and one line with the place in the function's file where it came from."""
     if isinstance(error, Unscored):
-        return str(error)
+        return f"{UNUSABLE}: {error}"
     try:
         text = " ".join(str(error).split())
     except Exception as second:
@@ -46,7 +57,8 @@ def describe(error: BaseException, code: CodeType) -> str:
     if len(text) > _LONGEST_ERROR:
         text = text[: _LONGEST_ERROR - 1] + "…"
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return f"{said} ({_place(error, code)})".encode("utf-8", "backslashreplace").decode()
+    cause = WORLD if isinstance(error, world) else RAISED
+    return f"{cause}: {said} ({_place(error, code)})".encode("utf-8", "backslashreplace").decode()
 
 
 def _place(error: BaseException, code: CodeType) -> str:
@@ -60,14 +72,25 @@ def _checked_float(value: Any) -> float:
     if value.__class__ is not float:
         value = _scalar(value)
         if not isinstance(value, int | float):
-            raise Unscored(f"returned {shown(value)}, which is no number; return a float, or None to skip")
+            raise Unscored(
+                f"returned {shown(value)}, which is no number; return a float, or None where it does not apply"
+            )
         try:
             value = float(value)
         except OverflowError:
             value = math.inf
     if not math.isfinite(value):
-        raise Unscored(f"returned {value}; return a finite number, or None to skip")
+        raise Unscored(f"returned {value}; return a finite number, or None where it does not apply")
     return value  # type: ignore[no-any-return]
+
+
+def _checked_noted(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Noted):
+        raise Unscored(f"returned {shown(value)}, which is not Noted(value, note); return one")
+    return {
+        "value": None if value.value is None else _checked_float(value.value),
+        "note": None if value.note is None else _checked_text(value.note),
+    }
 
 
 def _checked_int(value: Any) -> int:
@@ -82,7 +105,7 @@ def _checked_int(value: Any) -> int:
 def _checked_kind(value: Any, kind: type) -> Any:
     value = _scalar(value)
     if not isinstance(value, kind):
-        raise Unscored(f"returned {shown(value)}, which is no {kind.__name__}; return one, or None to skip")
+        raise Unscored(f"returned {shown(value)}, which is no {kind.__name__}; return one")
     return value
 
 
@@ -97,8 +120,6 @@ def _checked_text(value: Any) -> str:
 
 def _checked_numbers(value: Any) -> bytes:
     """Numbers of one row as the bytes of float32."""
-    if value is None:
-        raise Unscored("skipped (returned None)")
     try:
         with np.errstate(over="ignore"):
             numbers = np.asarray(value, np.float32)
@@ -107,14 +128,12 @@ def _checked_numbers(value: Any) -> bytes:
     if numbers.ndim != 1:
         raise Unscored(f"returned an array of shape {numbers.shape}; return one number for each token")
     if not np.isfinite(numbers).all():
-        raise Unscored("returned an array with NaN or infinity; return finite numbers, or None to skip")
+        raise Unscored("returned an array with NaN or infinity; return finite numbers, or None where it does not apply")
     return numbers.tobytes()
 
 
 def _scalar(value: Any) -> Any:
-    """Numpy's and torch's numbers as Python's; None is a skip."""
-    if value is None:
-        raise Unscored("skipped (returned None)")
+    """Numpy's and torch's numbers as Python's."""
     if not isinstance(value, int | float | str | list) and hasattr(value, "item"):
         try:
             return value.item()

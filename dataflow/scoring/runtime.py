@@ -1,6 +1,6 @@
 """The runtime of a scorer: rows in, the same rows with one more column out, their failures recorded."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,11 +9,22 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import RecordError
-from dataflow.records import DROP_REASON, ERROR, GROUP_ID, AnyArray, gather
+from dataflow.records import (
+    DROP_REASON,
+    ERROR,
+    GROUP_ID,
+    PROMPT_COLUMNS,
+    ROLLOUT_COLUMNS,
+    AnyArray,
+    gather,
+    note_column,
+)
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.callers import Caller, caller_of
+from dataflow.scoring.failure import WORLD
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer
+from dataflow.scoring.signature import NOTED, Signature
 from dataflow.scoring.values import encode, error_column, unpack
 
 _ROOM = 2048
@@ -25,19 +36,15 @@ def build(scorer: ScorerKnobs[..., Any], context: Context) -> "Scoring":
     return Scoring(scorer, context, caller_of(scorer))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Held:
     """A batch whose rows are being scored."""
 
     batch: Batch
     group_of_row: AnyArray
     """Number of the row's group within the batch, int [rows]."""
-    good: AnyArray
-    """Rows that are scored, int [good]."""
-    starts: AnyArray
-    """Where the rows of each call begin in `good`, int [calls + 1]."""
     calls_left: AnyArray
-    """Unanswered calls of each group, int [groups]."""
+    """Unanswered calls of each group, int [groups]; one for several groups counts for each of them."""
     since: float
     """When something was last sent of it, in seconds."""
     scores: list[pa.Array] = field(default_factory=list)
@@ -52,8 +59,28 @@ class _Held:
         self.is_sent = np.zeros(len(self.calls_left), bool)
 
 
+@dataclass
+class _Job:
+    """Calls that are being made for rows of a batch."""
+
+    held: _Held
+    rows: AnyArray
+    """Of the batch, call by call, int [rows]."""
+    starts: AnyArray
+    """Where the rows of each call begin, int [calls + 1]."""
+    left: int
+    """Calls without an answer."""
+
+    def rows_of(self, call: int) -> AnyArray:
+        """The rows of a call."""
+        return self.rows[self.starts[call] : self.starts[call + 1]]
+
+
 class Scoring(Runtime):
-    """Scores rows that have no error and were not dropped, and passes every row on.
+    """Scores rows that have no error, were not dropped and have what it reads, and passes every row on.
+
+    A call for a whole batch that fails is made again row by row, so that one bad row fails alone; not where the world
+    failed, which it would for each.
 
     consumes: batches, up to about 2,000 rows at a time
     produces: their groups, each once and whole, in the order in which they are ready
@@ -67,9 +94,10 @@ class Scoring(Runtime):
         self._log = context.log
         self._caller = caller
         self._room = max(_ROOM, 4 * scorer.processes * scorer.concurrency)
-        self._held: dict[int, _Held] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._held: list[_Held] = []
         self._done: list[_Held] = []
-        self._rows = self._scored = self._failed = 0
+        self._rows = self._scored = self._failed = self._not_applying = 0
 
     def room(self) -> int:
         """Rows it would take now."""
@@ -93,28 +121,25 @@ class Scoring(Runtime):
                 f"add it to Prompts(columns=...) or apply the operator that writes it first"
             )
         group_of_row = _groups(records)
-        good = np.flatnonzero(_is_good(records))
-        rows = records.select(reads)
-        rows = rows if len(good) == len(group_of_row) else rows.take(pa.array(good))
+        good = np.flatnonzero(_is_good(records) & _has_values(records, reads, self._scorer.signature.takes_none))
         groups = int(group_of_row[-1]) + 1 if len(group_of_row) else 0
-        calls_left = np.bincount(group_of_row[good], minlength=groups)
+        rows_left = np.bincount(group_of_row[good], minlength=groups)
         if self._scorer.per == "row":
             starts = np.arange(len(good) + 1)
+        elif self._scorer.per == "group":
+            starts = np.concatenate([[0], np.cumsum(rows_left[rows_left > 0])]).astype(np.int64)
         else:
-            starts = np.concatenate([[0], np.cumsum(calls_left[calls_left > 0])]).astype(np.int64)
-            calls_left = (calls_left > 0).astype(np.int64)
+            starts = np.array([0, len(good)] if len(good) else [0])
         held = _Held(
             batch=batch,
             group_of_row=group_of_row,
-            good=good,
-            starts=starts,
-            calls_left=calls_left,
+            calls_left=rows_left if self._scorer.per == "row" else (rows_left > 0).astype(np.int64),
             since=self._clock(),
         )
         self._rows += records.num_rows
         if len(good):
-            calls = len(starts) - 1
-            self._held[self._caller.submit(calls, partial(encode, rows, starts, self._scorer.per))] = held
+            self._held.append(held)
+            self._submit(held, good, starts)
         else:
             self._done.append(held)
 
@@ -127,18 +152,23 @@ class Scoring(Runtime):
             ready += self._leave(held, is_last=True)
         self._done.clear()
         now = self._clock()
-        for held in self._held.values():
+        for held in self._held:
             if now - held.since > _HOLD_S:
                 held.since = now
                 ready += self._leave(held, is_last=False)
         return ready or None
 
+    def beside(self) -> float:
+        """The share of its pool that makes calls."""
+        return self._caller.at_work
+
     def status(self) -> dict[str, float | int | str]:
-        """Rows waiting, scored and failed, and how often a process was replaced."""
+        """Rows waiting, passed on, failed and such as it does not apply to; how often a process was replaced."""
         return {
             "queue": self._rows,
             "scored": self._scored,
             "failed": self._failed,
+            "does_not_apply": self._not_applying,
             "restarts": self._caller.restarts,
         }
 
@@ -146,22 +176,50 @@ class Scoring(Runtime):
         """End its processes."""
         self._caller.close()
 
+    def _submit(self, held: _Held, rows: AnyArray, starts: AnyArray) -> None:
+        """Have calls made for these rows of a batch."""
+        records, signature = held.batch.records, self._scorer.signature
+        names = [*signature.reads, *(_rest(records, signature) if self._scorer.rest else ())]
+        found = records.select(names)
+        found = found if len(rows) == records.num_rows else found.take(pa.array(rows))
+        calls = len(starts) - 1
+        number = self._caller.submit(calls, partial(encode, found, starts, self._scorer.per))
+        self._jobs[number] = _Job(held, rows, starts, calls)
+
     def _take(self, answer: Answer) -> None:
-        held = self._held[answer.job]
+        job = self._jobs[answer.job]
+        held = job.held
         made = [call for call in answer.calls if call not in answer.failures]
         if made:
-            rows = held.good[made if self._scorer.per == "row" else gather(held.starts, np.array(made))[0]]
+            rows = job.rows[made if self._scorer.per == "row" else gather(job.starts, np.array(made))[0]]
             scores, failures = unpack(self._scorer, answer.body)
             assert len(scores) == len(rows), "one for each"
             held.scores.append(scores)
             held.scored.append(rows)
+            values = scores.field(0) if scores.type == NOTED else scores
+            self._not_applying += values.null_count - len(failures)
             for at, text in failures.items():
                 self._fail(held, rows[at : at + 1], text)
+        again: list[AnyArray] = []
         for call, text in answer.failures.items():
-            self._fail(held, held.good[held.starts[call] : held.starts[call + 1]], text)
-        np.subtract.at(held.calls_left, held.group_of_row[held.good[held.starts[answer.calls]]], 1)
+            rows = job.rows_of(call)
+            if self._scorer.per == "batch" and len(rows) > 1 and not text.startswith(f"{WORLD}: "):
+                again.append(rows)
+                np.add.at(held.calls_left, held.group_of_row[rows], 1)
+            else:
+                self._fail(held, rows, text)
+        if self._scorer.per == "batch":
+            for call in answer.calls:
+                held.calls_left[np.unique(held.group_of_row[job.rows_of(call)])] -= 1
+        else:
+            np.subtract.at(held.calls_left, held.group_of_row[job.rows[job.starts[answer.calls]]], 1)
+        job.left -= len(answer.calls)
+        if not job.left:
+            del self._jobs[answer.job]
+        for rows in again:
+            self._submit(held, rows, np.arange(len(rows) + 1))
         if not held.calls_left.any():
-            del self._held[answer.job]
+            self._held.remove(held)
             self._done.append(held)
 
     def _fail(self, held: _Held, rows: AnyArray, text: str) -> None:
@@ -198,8 +256,12 @@ class Scoring(Runtime):
         return self._written(records, _in_order(held, self._scorer.output))
 
     def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
-        """The rows with what the function said of each; null where it was not asked, or failed."""
-        return records.append_column(self._scorer.name, scores)
+        """The rows with what the function said of each; null where it does not apply, was not asked, or failed."""
+        if scores.type != NOTED:
+            return records.append_column(self._scorer.name, scores)
+        values, notes = scores.flatten()
+        records = records.append_column(self._scorer.name, values)
+        return records.append_column(note_column(self._scorer.name), notes)
 
 
 def _in_order(held: _Held, output: pa.DataType) -> pa.Array:
@@ -222,6 +284,21 @@ def _groups(records: pa.RecordBatch) -> AnyArray:
         return np.arange(records.num_rows)
     ids = records.column(at).to_numpy()
     return np.concatenate([[0], np.cumsum(ids[1:] != ids[:-1])])
+
+
+def _has_values(records: pa.RecordBatch, reads: Sequence[str], takes_none: Collection[str]) -> AnyArray:
+    """Which rows have a value in each column that must have one, bool [rows]."""
+    has = np.ones(records.num_rows, bool)
+    for name in reads:
+        if name not in takes_none and name not in (ERROR, DROP_REASON) and records.column(name).null_count:
+            has &= records.column(name).is_valid().to_numpy(zero_copy_only=False)
+    return has
+
+
+def _rest(records: pa.RecordBatch, signature: Signature) -> list[str]:
+    """The columns that are neither the engine's nor read or set by name."""
+    known = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, DROP_REASON, *signature.reads, *signature.defaults}
+    return [name for name in records.schema.names if name not in known]
 
 
 def _is_good(records: pa.RecordBatch) -> AnyArray:

@@ -6,16 +6,27 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from dataflow.annotations import arrow_type
+from dataflow.annotations import admits_none, arrow_type
 from dataflow.errors import GraphError
 
 _MUTABLE = (list, dict, set, bytearray)
 _NUMBERS = pa.list_(pa.float32())
+NOTED = pa.struct([pa.field("value", pa.float64()), pa.field("note", pa.string())])
+"""What a function gives that returns `Noted`."""
+
+
+class Noted(NamedTuple):
+    """A number, and what is to be said of it: written as columns `<name>` and `<name>_note`."""
+
+    value: float | None
+    """None: it does not apply."""
+    note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,34 +36,52 @@ class Signature:
     name: str
     """The function's name."""
     annotations: Mapping[str, Any]
-    """Its columns, as annotated; Any where they are not."""
+    """Its columns, as annotated, without `| None`; Any where they are not."""
     reads: Mapping[str, Any]
     """Its columns, with what one row of each must fit."""
+    takes_none: frozenset[str]
+    """Columns of which it takes null too, as they are annotated `X | None`; rows in which any other is null are not
+    its business."""
     defaults: Mapping[str, Any]
     """Its knobs."""
     output: pa.DataType
     """Arrow type of what it says of one row."""
     is_broadcast: bool
-    """Whether one value returned by a per-group function stands for every row of the group."""
+    """Whether one value that is returned for several rows stands for each of them."""
     is_async: bool
     """Whether it is a coroutine function."""
 
 
 def where_defined(function: Any) -> str:
     """File and line of a function, as file.py:12."""
-    code = getattr(function, "__code__", None)
+    code = code_of(function)
     if code is None:
         return getattr(function, "__module__", None) or "no Python source"
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
-def read_signature(function: Callable[..., Any], *, per_group: bool) -> Signature:
-    """Its signature; GraphError where it cannot be a scorer."""
+def code_of(function: Any) -> CodeType | None:
+    """The code of a function, of what it wraps, or of what an object does when it is called."""
+    found = inspect.unwrap(getattr(function, "func", function))
+    for each in (found, getattr(type(found), "__call__", None)):  # noqa: B004
+        code = getattr(inspect.unwrap(each) if callable(each) else each, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return None
+
+
+def read_signature(function: Callable[..., Any], *, has_lists: bool, takes_rest: bool = False) -> Signature:
+    """Its signature; GraphError where it cannot be a scorer.
+
+    has_lists: whether it is called with several rows at once. takes_rest: whether it may have a parameter `**columns`.
+    """
     head = _function_head(function)
     hints = _hints(function, head)
     columns: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
+        if takes_rest and parameter.kind is parameter.VAR_KEYWORD:
+            continue
         _check_parameter(parameter, head)
         if parameter.default is parameter.empty:
             columns[parameter.name] = hints.get(parameter.name, Any)
@@ -64,7 +93,7 @@ def read_signature(function: Callable[..., Any], *, per_group: bool) -> Signatur
             f"add a parameter without one, such as 'completion'"
         )
     returned = _plain(hints.get("return", Any))
-    output, is_broadcast = _group_output(returned) if per_group else (_row_output(returned), False)
+    output, is_broadcast = _group_output(returned) if has_lists else (_row_output(returned), False)
     if output is None:
         raise GraphError(
             f"{head} returns {hints.get('return')!r}, which is no column type; "
@@ -72,8 +101,9 @@ def read_signature(function: Callable[..., Any], *, per_group: bool) -> Signatur
         )
     return Signature(
         name=function.__name__,
-        annotations=columns,
-        reads={name: _row_of(kind) if per_group else kind for name, kind in columns.items()},
+        annotations={name: _plain(kind) for name, kind in columns.items()},
+        reads={name: _row_of(kind) if has_lists else kind for name, kind in columns.items()},
+        takes_none=frozenset(name for name, kind in columns.items() if _admits_none(kind, has_lists)),
         defaults=defaults,
         output=output,
         is_broadcast=is_broadcast,
@@ -129,6 +159,13 @@ def _plain(annotation: Any) -> Any:
     return annotation
 
 
+def _admits_none(annotation: Any, has_lists: bool) -> bool:
+    """Whether it is `X | None`, or, of several rows, `list[X | None]`."""
+    arguments = typing.get_args(annotation)
+    is_list = has_lists and typing.get_origin(annotation) is list and bool(arguments)
+    return admits_none(annotation) or (is_list and admits_none(arguments[0]))
+
+
 def _is_array(annotation: Any) -> bool:
     return annotation is np.ndarray or typing.get_origin(annotation) is np.ndarray
 
@@ -148,6 +185,8 @@ def _row_of(annotation: Any) -> Any:
 def _row_output(annotation: Any) -> pa.DataType | None:
     if annotation is Any:
         return pa.float64()
+    if annotation is Noted:
+        return NOTED
     if _is_array(annotation) or _items(annotation) is float:
         return _NUMBERS
     if isinstance(annotation, type) and issubclass(annotation, np.generic):

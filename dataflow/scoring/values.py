@@ -10,15 +10,17 @@ import pyarrow.compute as pc
 
 from dataflow.records import AnyArray
 from dataflow.scoring.calls import Call
+from dataflow.scoring.failure import UNUSABLE
 from dataflow.scoring.knobs import ScorerKnobs
-from dataflow.scoring.return_values import Check, Unscored, checker, shown
+from dataflow.scoring.retrying import WORLD_ERRORS, retried, retried_async
+from dataflow.scoring.return_values import Check, Unscored, applying, checker, shown
 
 _COUNT = struct.Struct("<I")
 
 
 def encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: int) -> bytes:
-    """Calls start to stop: the number of rows of each group (none when called per row), then Arrow IPC."""
-    sizes = np.diff(starts[start : stop + 1]).astype(np.int32) if per == "group" else np.empty(0, np.int32)
+    """Calls start to stop: the number of rows of each (none when called per row), then Arrow IPC."""
+    sizes = np.empty(0, np.int32) if per == "row" else np.diff(starts[start : stop + 1]).astype(np.int32)
     first, last = int(starts[start]), int(starts[stop])
     sink = pa.BufferOutputStream()
     sink.write(_COUNT.pack(len(sizes)) + sizes.tobytes())
@@ -28,18 +30,23 @@ def encode(rows: pa.RecordBatch, starts: AnyArray, per: str, start: int, stop: i
 
 
 def prepare(scorer: ScorerKnobs[..., Any], payload: bytes) -> Call:
-    """The function that makes call number i of a payload."""
+    """The function that makes call number i of a payload, again where its world failed."""
     (count,) = _COUNT.unpack_from(payload)
     head = _COUNT.size + 4 * count
     sizes = np.frombuffer(payload, np.int32, count, _COUNT.size)
     rows = pa.ipc.open_stream(pa.py_buffer(memoryview(payload)[head:])).read_next_batch()
     if scorer.per == "row":
-        return _row_call(scorer, rows)
-    return _group_call(scorer, rows, np.concatenate([[0], np.cumsum(sizes)]))
+        call = _row_call(scorer, rows)
+    else:
+        call = _rows_call(scorer, rows, np.concatenate([[0], np.cumsum(sizes)]))
+    if not scorer.isolate or not scorer.retries:
+        return call
+    again = retried_async if scorer.signature.is_async else retried
+    return again(call, scorer.retries, (*WORLD_ERRORS, *scorer.world))
 
 
 def pack(scorer: ScorerKnobs[..., Any], values: list[Any]) -> bytes:
-    """What several calls gave, row by row: the column, and of groups what was wrong with some rows."""
+    """What several calls gave, row by row: the column, and of calls with several rows what was wrong with some."""
     if scorer.per == "row":
         columns = [score_column(values, scorer.output)]
     else:
@@ -59,13 +66,13 @@ def unpack(scorer: ScorerKnobs[..., Any], body: bytes) -> tuple[pa.Array, dict[i
 
 def _packed(scorer: ScorerKnobs[..., Any]) -> pa.Schema:
     both = [pa.field("value", scorer.output), pa.field("error", pa.string())]
-    return pa.schema(both if scorer.per == "group" else both[:1])
+    return pa.schema(both[:1] if scorer.per == "row" else both)
 
 
 def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
-    function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
+    function, given, check = scorer.function, dict(scorer.given), _check(scorer)
     names = rows.schema.names
-    columns = [row_arguments(rows.column(name), scorer.signature.annotations[name]) for name in names]
+    columns = [row_arguments(rows.column(name), scorer.signature.annotations.get(name)) for name in names]
 
     def arguments(index: int) -> dict[str, Any]:
         return {name: column[index] for name, column in zip(names, columns, strict=True)}
@@ -79,18 +86,22 @@ def _row_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch) -> Call:
     return lambda index: check(function(**arguments(index), **given))
 
 
-def _group_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyArray) -> Call:
-    function, given, check = scorer.function, dict(scorer.given), checker(scorer.output)
+def _check(scorer: ScorerKnobs[..., Any]) -> Check:
+    return applying(checker(scorer.output), scorer.may_not_apply)
+
+
+def _rows_call(scorer: ScorerKnobs[..., Any], rows: pa.RecordBatch, starts: AnyArray) -> Call:
+    function, given, check = scorer.function, dict(scorer.given), _check(scorer)
     annotations = scorer.signature.annotations
 
     def arguments(index: int) -> dict[str, Any]:
         size = int(starts[index + 1] - starts[index])
-        group = rows.slice(int(starts[index]), size)
-        return {name: group_argument(group.column(name), annotations[name]) for name in annotations}
+        taken = rows.slice(int(starts[index]), size)
+        return {name: rows_argument(taken.column(name), annotations.get(name)) for name in rows.schema.names}
 
     def values(index: int, returned: Any) -> Any:
         size = int(starts[index + 1] - starts[index])
-        return group_values(returned, size, check, scorer.signature.is_broadcast)
+        return rows_values(returned, size, check, scorer.signature.is_broadcast)
 
     if scorer.signature.is_async:
 
@@ -113,19 +124,17 @@ def row_arguments(column: pa.Array, annotation: Any) -> list[Any]:
     return column.to_pylist()  # type: ignore[no-any-return]
 
 
-def group_argument(column: pa.Array, annotation: Any) -> Any:
-    """The rows of a group: a numpy array of numbers (null as NaN), a list of anything else."""
+def rows_argument(column: pa.Array, annotation: Any) -> Any:
+    """Several rows at once: a numpy array of numbers (null as NaN), a list of anything else."""
     if _is_number(column.type) and not _wants_list(annotation):
         return _numbers(column).copy()
     item = annotation.__args__[0] if _wants_list(annotation) and annotation.__args__ else None
     return row_arguments(column, item)
 
 
-def group_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> tuple[list[Any], dict[int, str]]:
-    """A group's answer as one value for each row, with what was wrong by row."""
-    if returned is None:
-        raise Unscored("skipped (returned None)")
-    if is_broadcast:
+def rows_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> tuple[list[Any], dict[int, str]]:
+    """The answer for several rows as one value for each, with what was wrong by row."""
+    if is_broadcast or returned is None:
         return [check(returned)] * rows, {}
     is_flat = isinstance(returned, np.ndarray) and returned.ndim == 1
     values = returned.tolist() if is_flat else returned
@@ -140,12 +149,12 @@ def group_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> 
             checked.append(check(value))
         except Unscored as error:
             checked.append(None)
-            failures[row] = str(error)
+            failures[row] = f"{UNUSABLE}: {error}"
     return checked, failures
 
 
 def score_column(values: Sequence[Any], output: pa.DataType) -> pa.Array:
-    """Checked values (None: no score) as a column."""
+    """Checked values (None: it does not apply, or failed) as a column."""
     if not (pa.types.is_list(output) and output.value_type == pa.float32()):
         return pa.array(values, type=output)
     missing = np.array([value is None for value in values], bool)

@@ -38,7 +38,8 @@ from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 from dataflow.worker.changed_knobs import ChangedGraph, counts_itself
-from dataflow.worker.loop import Inlet, NodeLoop, Outlet
+from dataflow.worker.edge_ends import Inlet, Outlet
+from dataflow.worker.loop import NodeLoop
 from dataflow.worker.turns import Turns
 
 
@@ -263,10 +264,7 @@ class NodeLoops:
         """What each node says of itself and how it spent its time: plain values for the beat."""
         return {
             node: {
-                "status": self.runtimes[node].status(), "seconds": dict(loop.seconds), "rows_in": loop.rows_in,
-                "rows_out": loop.rows_out, "ended": loop.ended, "blocked": loop.blocked, "paused": loop.paused,
-                "turn": "" if loop.turns is None else loop.turns.state, "pending": self.runtimes[node].pending(),
-                "oldest": loop.acknowledgements.oldest(),
+                "status": self.runtimes[node].status(), **loop.report(), "pending": self.runtimes[node].pending(),
             }
             for node, loop in self.loops.items()
         }  # fmt: skip
@@ -346,6 +344,7 @@ class NodeLoops:
             ledger=self.ledger,
             limits=self.settings.limits,
             clock=self._clock,
+            spent=lambda: self.loops[name].spent()["seconds"] if name in self.loops else {},
             log=node_log(name),
             writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
             refreshers={each: self._writer_of(name, each) for each in refreshes_of(self.graph, name)},

@@ -8,7 +8,7 @@ import collections
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,41 +20,9 @@ from dataflow.records import GROUP_ID, group_slices
 from dataflow.runtime import Batch, Runtime
 from dataflow.worker.acknowledgements import Acknowledgements
 from dataflow.worker.answers import AnswerInlets
+from dataflow.worker.edge_ends import Acked, Inlet, Outlet
+from dataflow.worker.state_clock import State, StateClock
 from dataflow.worker.turns import Turns
-
-Acked: TypeAlias = Callable[[Iterable[int]], None]
-"""Called with rows of a batch, by their number in it, once they are acknowledged: with each row once."""
-
-
-class Inlet(Protocol):
-    """The receiving end of an edge (transport.data.Receiver)."""
-
-    def receive(self, timeout_s: float = 0.0) -> Any | None:
-        """A delivery with `batch`, `sender`, `ack_rows` and `ack`, or None."""
-
-    def poll(self) -> None:
-        """Take in what arrived, answer the senders."""
-
-    def flush(self) -> None:
-        """Answer the senders."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether every sender has ended its stream and all of it was received."""
-
-
-class Outlet(Protocol):
-    """The sending end of an edge (transport.data.Sender)."""
-
-    def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
-        """False when there is no credit now; then nothing was taken."""
-
-    def poll(self) -> None:
-        """Take in grants and acknowledgements."""
-
-    def finish(self) -> None:
-        """Say that nothing more will come."""
-
 
 _MOST_ROWS = 1024
 """Of a batch on the wire, where the edge does not say."""
@@ -79,7 +47,7 @@ class NodeLoop:
 
     consumes: deliveries of its inlets, while the runtime has room
     produces: batches on the outlets of their source; acknowledgements once what they led to was acknowledged
-    waits for: credit on its outlets (back-pressured), rows or weights (idle)
+    waits for: credit on its outlets (blocked), rows or its turn (waiting), weights (starved)
     unblocked by: grants and arrivals, noticed at the next `turn`
     """
 
@@ -111,7 +79,6 @@ class NodeLoop:
         self.paused = False
         self.ended = False
         self.rows_in = self.rows_out = 0
-        self.seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
         self._inlets, self._outlets, self._answers = inlets, outlets, AnswerInlets(node, answers)
         self._ends: list[Inlet | Outlet] = [
             *(inlet for _, _, inlet in (*inlets, *answers)),
@@ -119,6 +86,8 @@ class NodeLoop:
         ]
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
         self._marks, self._span, self._clock = marks or {}, span, clock
+        self._began = clock()
+        self._time = StateClock(self._began)
         self.turns = turns
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Acked]] = collections.deque()
         self._finished = finished or {}
@@ -135,8 +104,37 @@ class NodeLoop:
         """Whether finished rows wait for credit."""
         return bool(self._outbox)
 
+    def report(self) -> dict[str, Any]:
+        """How it stands, and how its time was spent, as a node's report has it."""
+        return {
+            **self.spent(), "rows_in": self.rows_in, "rows_out": self.rows_out, "ended": self.ended,
+            "blocked": self.blocked, "starved": self._time.state == "starved", "paused": self.paused,
+            "turn": "" if self.turns is None else self.turns.state, "oldest": self.acknowledgements.oldest(),
+        }  # fmt: skip
+
+    def spent(self) -> dict[str, Any]:
+        """How its time was spent, and the time since it was made, as a report has them; asked in any thread."""
+        now = self._clock()
+        return {"seconds": self._time.read(now), "measured_s": now - self._began}
+
     def turn(self) -> bool:
         """One round: send, receive, work. True when anything moved."""
+        began = self._clock()
+        self._time.begin(began)
+        moved = self._turn()
+        ended = self._clock()
+        if moved:
+            self._span(self.node, began, ended)
+        self._time.end(ended, self._state(), is_work=moved, beside=0.0 if self._outbox else self.runtime.beside())
+        return moved
+
+    def _state(self) -> State:
+        """That of the node until its next turn. One that could go on at once waits for its turn at the worker."""
+        if self._outbox:
+            return "blocked"
+        return "starved" if self.runtime.starved() else "waiting"
+
+    def _turn(self) -> bool:
         for end in self._ends:
             end.poll()
         self._answer()
@@ -147,13 +145,9 @@ class NodeLoop:
         if self._outbox or self.paused:
             return moved
         moved |= self._receive()
-        began = self._clock()
         with boundary(self.node, "working"):
             made = self.runtime.work()
         if made is not None:
-            ended = self._clock()
-            self.seconds["busy"] += ended - began
-            self._span(self.node, began, ended)
             self._queue(made)
             self._settle()
             self._flush()
@@ -170,17 +164,8 @@ class NodeLoop:
         """Give the devices up, or take them, where others share them and it is time; what that takes is work."""
         if self.turns is None:
             return False
-        began = self._clock()
         with boundary(self.node, "taking its turn"):
-            changed = self.turns.turn(self.runtime, held_up=bool(self._outbox))
-        if changed:
-            self.seconds["busy"] += self._clock() - began
-            self._span(self.node, began, self._clock())
-        return changed
-
-    def waited(self, seconds: float) -> None:
-        """Account for time that the worker slept while this node had nothing to do, or no credit."""
-        self.seconds["blocked" if self._outbox else "idle"] += seconds
+            return self.turns.turn(self.runtime, held_up=bool(self._outbox))
 
     def _receive(self) -> bool:
         moved = False
@@ -191,10 +176,8 @@ class NodeLoop:
                     break
                 moved = True
                 self.rows_in += delivery.batch.num_rows
-                began = self._clock()
                 with boundary(self.node, f"taking rows of '{source}' from '{origin}'"):
                     self._take(source, origin, delivery)
-                self.seconds["busy"] += self._clock() - began
         return moved
 
     def _take(self, source: str, origin: str, delivery: Any) -> None:

@@ -8,13 +8,14 @@ from typing import TypeAlias
 from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.swaps import Swap
 from dataflow.system.messages import Codec, Plain
+from dataflow.worker.state_clock import STATES
 
 ALONE = os.EX_TEMPFAIL
 """Exit status of a worker that had no scheduler any more."""
 
 WHOLE_NUMBERS = (
-    "step", "done", "dropped", "round", "version", "tokens", "scored", "failed", "restarts", "queue", "waiting",
-    "active",
+    "step", "done", "dropped", "round", "version", "tokens", "scored", "failed", "does_not_apply", "restarts", "queue",
+    "waiting", "active",
 )  # fmt: skip
 """What the scheduler counts with in a node's status."""
 
@@ -70,12 +71,15 @@ class NodeReport:
 
     status: Mapping[str, bool | int | float | str]
     seconds: Mapping[str, float]
-    """busy, idle, blocked."""
+    """By state, since its loop was made, as `state_clock` has them."""
     rows_in: int
     rows_out: int
     ended: bool
     blocked: bool
+    starved: bool = False
     paused: bool = False
+    measured_s: float = 0.0
+    """The time since then, which the seconds add up to."""
     turn: str = ""
     """Of one that shares its devices: `awake`, `asleep`, or `waits` for its turn."""
     pending: int = 0
@@ -87,8 +91,8 @@ class NodeReport:
             raise ValueError(f"a status counts in whole numbers, but this one is {self.status!r:.200}")
         if type(self.status.get("eval_accuracy", 0.0)) not in (int, bool, float):
             raise ValueError(f"an accuracy is a number, but this status is {self.status!r:.200}")
-        if not {"busy", "idle", "blocked"} <= self.seconds.keys():
-            raise ValueError(f"seconds are busy, idle and blocked, but these are {sorted(self.seconds)}")
+        if not self.seconds.keys() >= set(STATES):
+            raise ValueError(f"seconds are {', '.join(STATES)}, but these are {sorted(self.seconds)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from dataflow.node import Operator
 from dataflow.planning.wiring import edges
 from dataflow.records import Columns
 from dataflow.scorer import Scorer
+from dataflow.scoring.forms import adapt, split_form
 
 MOST_BYTES = 256 << 10
 """Of a module's text, which every snapshot of the scheduler and every start of a worker carries."""
@@ -38,11 +39,11 @@ def swapped(graph: Graph, swaps: Iterable[Swap]) -> Graph:
 
 def find(swap: Swap) -> Swap:
     """The same with its module's text, as it stands now. Errors: GraphError where there is none."""
-    module, colon, attribute = swap.reference.partition(":")
+    module, colon, attribute = _place(swap).partition(":")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
         raise GraphError(
             f"an operator is named by its module and what it is called there, but got '{swap.reference}'; write it as "
-            f"{swap.node}=rewards:strict"
+            f"{swap.node}=rewards:strict, or {swap.node}=trl:rewards:strict where it was written for another system"
         )
     if module == "__main__":
         raise GraphError(
@@ -82,7 +83,7 @@ def find(swap: Swap) -> Swap:
 
 def load(swap: Swap) -> Any:
     """What a reference names in its module's text. Errors: GraphError where that fails, or names nothing."""
-    module, _, attribute = swap.reference.partition(":")
+    module, _, attribute = _place(swap).partition(":")
     _import_package(swap)
     spec = importlib.util.spec_from_file_location(module, swap.file, loader=_Kept(module, swap))
     assert spec is not None and spec.loader is not None, "it was given one"
@@ -99,7 +100,7 @@ def load(swap: Swap) -> Any:
                 f"'{module}' ({swap.file}) has no '{attribute}'{nearest(attribute, known)}; its operators are {known}"
             )
         found = getattr(found, part)
-    return found
+    return adapt(split_form(swap.reference)[0], found)
 
 
 def fit(graph: Graph, swap: Swap, operator: Any) -> Graph:
@@ -145,12 +146,17 @@ def _written(operator: Operator) -> Mapping[str, str]:
 
 def _import_package(swap: Swap) -> None:
     """The packages that its module stands in."""
-    package = swap.reference.partition(":")[0].rpartition(".")[0]
+    package = _place(swap).partition(":")[0].rpartition(".")[0]
     if package:
         try:
             importlib.import_module(package)
         except (Exception, SystemExit) as error:
             raise _not_imported(swap, error) from error
+
+
+def _place(swap: Swap) -> str:
+    """MODULE:ATTRIBUTE of a reference, without the form in front of it."""
+    return split_form(swap.reference)[1]
 
 
 def _places() -> list[str]:

@@ -178,8 +178,11 @@ class Worker:
         """Called from the link's thread, reads only."""
         now = self._clock()
         turned_s = now - self._turned if self._state == "running" else 0.0
+        nodes = {
+            node: dataclasses.replace(told, **self._host.loops[node].spent()) for node, told in self._report.items()
+        }
         return messages.Heartbeat(
-            attempt=self._attempt, state=self._state, nodes=self._report, edges=self._depths, turned_s=turned_s,
+            attempt=self._attempt, state=self._state, nodes=nodes, edges=self._depths, turned_s=turned_s,
             asleep_s=self._watchdog.look(turned_s, now), at=self._host.at,
             at_s=time.monotonic() - self._host.at_since, drained=self._drained, alone=self.ended_alone,
             changed=self._changed, rss_bytes=self._process.memory_info().rss,
@@ -296,11 +299,7 @@ class Worker:
         loops = self._host.loops.values()
         owing = any(loop.blocked or loop.runtime.pending() for loop in loops)
         watching = any(loop.turns is not None and loop.turns.watches for loop in loops)
-        began = time.monotonic()
         poller.poll(_BLOCKED_NAP_MS if watching or (owing and not extra) else _NAP_MS)
-        slept = time.monotonic() - began
-        for loop in loops:
-            loop.waited(slept)
 
 
 def _rank_line(settings: Settings) -> RankLine | None:

@@ -24,12 +24,15 @@ class TextTask:
     """JSONL, Parquet or Arrow file, data set folder or id; issued in another order in every epoch."""
     held_out: str = ""
     """The same for evaluation; none when empty."""
+    form: str = ""
+    """Whose rows these are: verl, trl, verifiers, openrlhf or slime; empty: as --question and --answer say."""
     question: str = "prompt"
     """Column that holds the prompt."""
     answer: str = ANSWER
     """Column that holds the reference answer, which rewards read as `answer`; empty: there is none."""
     reward: str = "number"
-    """exact, number (the last one in the text), or path/to/file.py:function."""
+    """exact, number (the last one in the text), math_verify, path/to/file.py:function, or one that was written for
+    another system, as trl:path/to/file.py:function."""
     chat: bool = False
     """Lay prompts out by the tokenizer's chat template."""
     epochs: int | None = None
@@ -77,6 +80,8 @@ class TextTask:
 
     def _source(self, source: str, **knobs: Any) -> Source:
         """Prompts with the reference answer as column `answer`, and under the name that the file has for it."""
+        if self.form:
+            return Prompts(source, form=self.form, chat=self.chat, **knobs)
         if self.answer in ("", ANSWER):
             return Prompts(
                 source, columns=(self.answer,) * bool(self.answer), prompt_column=self.question, chat=self.chat, **knobs

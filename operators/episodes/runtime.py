@@ -165,6 +165,10 @@ class EpisodesRuntime(Runtime):
         idle = len(self._asked) == self._worlds.open_calls
         return () if idle else self._worlds.waits()
 
+    def beside(self) -> float:
+        """The share of the functions that may run at once which do, and do not wait for the policy."""
+        return (self._worlds.open_calls - len(self._asked)) / self._at_once if self._episode.isolate else 0.0
+
     def forget(self, source: str, group: int) -> None:
         """Let go of what is on the disk of a group that has an outcome."""
         if source in self._files:

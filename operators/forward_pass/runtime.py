@@ -150,6 +150,10 @@ class ForwardRuntime(Runtime):
         """The weight plane's socket, where it has one."""
         return () if self._weights.socket is None else (self._weights.socket,)
 
+    def starved(self) -> bool:
+        """While groups wait, and none is due under the weights at hand."""
+        return self._round is None and bool(self._waiting) and not self._due()
+
     def wants_devices(self) -> bool:
         """While groups are due, or in the midst of a round, and weights can be had for them."""
         had = self._weights.can_be_had or (self._weights.ready and self._known().version >= 0)

@@ -130,6 +130,14 @@ class GeneratorRuntime(Runtime):
         """Rollouts that it still owes."""
         return self._owed
 
+    def starved(self) -> bool:
+        """While prompts wait, no rollout is under way, and none may start under the weights at hand."""
+        if not self._owed or self._complete:
+            return False
+        if not self._weights.can_be_had:
+            return True
+        return not self.engine.live and not self._admission.has_due(self._weights.version, self._dropped())
+
     def wants_devices(self) -> bool:
         """While rollouts are under way, or may start, and weights can be had for them."""
         if self._drains or not self._weights.can_be_had:

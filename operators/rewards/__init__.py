@@ -1,5 +1,6 @@
 """Rewards, penalties and their sum, and `find`, which turns what a user typed into a scorer."""
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -7,23 +8,38 @@ from typing import Any
 
 from dataflow.errors import GraphError, nearest
 from dataflow.scorer import Scorer, scorer
+from dataflow.scoring.forms import FORMS
 from operators.rewards.code import code_reward
 from operators.rewards.combining import combine
+from operators.rewards.foreign import from_areal, from_openrlhf, from_slime, from_trl, from_verifiers, from_verl
+from operators.rewards.judge_model import Judge
 from operators.rewards.match import exact, number
+from operators.rewards.mathematics import math_verify
 from operators.rewards.shaping import kl_penalty, overlong
 
-__all__ = ["KNOWN", "code_reward", "combine", "exact", "find", "kl_penalty", "number", "overlong"]
+__all__ = [
+    "KNOWN", "Judge", "code_reward", "combine", "exact", "find", "from_areal", "from_openrlhf", "from_slime",
+    "from_trl", "from_verifiers", "from_verl", "kl_penalty", "math_verify", "number", "overlong",
+]  # fmt: skip
+
+FORMS.update(
+    trl=from_trl, verl=from_verl, verifiers=from_verifiers, openrlhf=from_openrlhf, slime=from_slime, areal=from_areal,
+)  # fmt: skip
 
 KNOWN: dict[str, Scorer[..., Any]] = {
     "exact": scorer(name="reward")(exact),
     "number": scorer(name="reward")(number),
+    "math_verify": math_verify.renamed("reward"),
     "code": code_reward(),
 }
 
 
 def find(text: str) -> Scorer[..., Any]:
-    """The reward called `exact` or `number`, or the function in `path/to/file.py:function`, as column `reward`.
+    """The reward that a text names, as column `reward`.
 
+    `exact`, `number`, `math_verify` or `code`; a function of one's own as `path/to/file.py:function` or
+    `package.module:function`; with the name of a system in front one that was written for that system, unchanged:
+    `trl:my_rewards.py:accuracy`, `verl:verl.utils.reward_score:default_compute_score` (`dataflow.scoring.forms.FORMS`).
     Raises GraphError when there is none.
 
     >>> reward = find("number")
@@ -32,18 +48,42 @@ def find(text: str) -> Scorer[..., Any]:
     """
     if text in KNOWN:
         return KNOWN[text]
-    path, colon, function = text.rpartition(":")
-    if not colon or not path.endswith(".py"):
+    system, colon, rest = text.partition(":")
+    if colon and system in FORMS:
+        made: Scorer[..., Any] = FORMS[system](_named(rest, text))
+        return made
+    path, colon, _ = text.rpartition(":")
+    if not colon or not (path.endswith(".py") or all(part.isidentifier() for part in path.split("."))):
         raise GraphError(
             f"no reward is called {text!r}, only {list(KNOWN)}{nearest(text, KNOWN)}; "
-            f"give one of these, or a function of your own as path/to/file.py:function"
+            f"give one of these, or a function of your own as path/to/file.py:function, with one of "
+            f"{[f'{each}:' for each in FORMS]} in front where it was written for that system"
         )
-    if not Path(path).is_file():
-        raise GraphError(f"the reward {text!r} names a file that is not there; check the path {path!r}")
-    found = getattr(_load(Path(path)), function, None)
-    if found is None:
-        raise GraphError(f"{path} has no function {function!r}; define it there, or name another")
+    found = _named(text, text)
     return found.renamed("reward") if isinstance(found, Scorer) else scorer(name="reward")(found)
+
+
+def _named(place: str, text: str) -> Any:
+    """What stands at path/to/file.py:name or package.module:name."""
+    path, _, name = place.rpartition(":")
+    if path.endswith(".py"):
+        if not Path(path).is_file():
+            raise GraphError(f"the reward {text!r} names a file that is not there; check the path {path!r}")
+        module = _load(Path(path))
+    else:
+        try:
+            module = importlib.import_module(path)
+        except Exception as error:
+            raise GraphError(
+                f"the reward {text!r} names module '{path}', which cannot be imported ({error}); "
+                f"install it, or name a file as path/to/file.py:function"
+            ) from error
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise GraphError(f"{path} has no function {name!r}; define it there, or name another")
+    return found
 
 
 def _load(path: Path) -> Any:

@@ -4,14 +4,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
-
 from dataflow.errors import GraphError
-from dataflow.records import Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.scorer import Scorer
-from dataflow.scoring.callers import caller_of
-from dataflow.scoring.runtime import Scoring
+from dataflow.scoring.signature import Noted
 from operators.rewards.code_tests import program_in, read_cases
 from operators.sandbox import SandboxLimits, fault, run
 
@@ -49,16 +45,12 @@ def judge(program: str, tests: Any, limits: SandboxLimits = _DEFAULT, *, all_or_
 
 
 class CodeScorer(Scorer[..., Any]):
-    """A scorer with two columns, the reward and `<name>_note`; refused where there is no sandbox."""
+    """A scorer whose function gives notes; refused where there is no sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply it to a stream; or call it with a completion and its tests, for the reward."""
         result = super().__call__(*args, **kwargs)
-        return float(result[0]) if isinstance(result, list) else result
-
-    def provides(self, columns: Columns) -> Columns:
-        """Its input's columns, `error`, the reward and the note."""
-        return {**super().provides(columns), self.name: pa.float64(), f"{self.name}_note": pa.string()}
+        return result.value if isinstance(result, Noted) else result
 
     def faults(self) -> list[str]:
         """Those of any scorer, and that no program could run in a sandbox here."""
@@ -68,19 +60,7 @@ class CodeScorer(Scorer[..., Any]):
         """Its runtime; GraphError where this worker's machine has no sandbox."""
         if (wrong := fault()) is not None:
             raise GraphError(wrong)
-        return _Judging(self, context, caller_of(self))
-
-
-class _Judging(Scoring):
-    """Scoring whose function answers with a reward and a note."""
-
-    def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
-        values = scores.to_pylist()
-        rewards = [None if value is None else float(value[0]) for value in values]
-        notes = [None if value is None else value[1] for value in values]
-        name = self._scorer.name
-        records = records.append_column(name, pa.array(rewards, pa.float64()))
-        return records.append_column(f"{name}_note", pa.array(notes, pa.string()))
+        return super().build(context)
 
 
 def code_reward(
@@ -130,8 +110,8 @@ def _judged(
     time_s: float = _DEFAULT.time_s,
     total_s: float = _DEFAULT.total_s,
     memory_bytes: int = _DEFAULT.memory_bytes,
-) -> list[str]:
-    """The reward, written out, and the note."""
+) -> Noted:
+    """The reward and the note."""
     limits = SandboxLimits(time_s=time_s, total_s=total_s, memory_bytes=memory_bytes)
     verdict = judge(program_in(completion), tests, limits, all_or_nothing=all_or_nothing)
-    return [repr(verdict.reward), verdict.note]
+    return Noted(verdict.reward, verdict.note)

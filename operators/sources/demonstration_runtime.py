@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dataflow.model import Model
-from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT
+from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT, TEMPERATURE
 from dataflow.runtime import Batch, Runtime
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import STOPPED
@@ -86,7 +86,7 @@ class DemonstrationRuntime(Runtime):
                 group.fail(found)
             else:
                 group.rows = [found]
-        made = rollouts(groups, self._tokenizer, frozenset([self._end]))
+        made = rollouts(groups, self._tokenizer, frozenset([self._end])).drop_columns([TEMPERATURE])  # none was sampled
         for group in groups:
             batch.release(group.group_id)
         return [Batch(batch.source, made)]

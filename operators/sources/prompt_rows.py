@@ -33,6 +33,8 @@ class Recipe:
     """The user's function from a row to a prompt, several, or None."""
     chat: bool = False
     """Whether prompts are chat messages."""
+    nullable: frozenset[str] = frozenset()
+    """Of the user's columns those that a row may lack, or have as null."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +166,11 @@ def _made(row: Any, number: str, recipe: Recipe, types: Columns, raw: Any = None
     prompt = _prompt(row, recipe)
     if isinstance(prompt, Fault):
         return prompt
-    values = []
+    values: list[Any] = []
     for name in recipe.columns:
+        if name in recipe.nullable and row.get(name) is None:
+            values.append(None)
+            continue
         value = _value(row, name, types.get(name))
         if isinstance(value, Fault):
             return value
@@ -234,7 +239,9 @@ def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:
         return Fault(
             kind=f"wrong type in '{name}'",
             detail=f"has {value!r:.60} ({type(value).__name__}) in '{name}', where others have {kind}",
-            do=f"make them alike, or state the type with columns={{'{name}': {type(value).__name__}}}",
+            do="make them alike, or write it as JSON in a text"
+            if isinstance(value, dict | list)
+            else f"make them alike, or state the type with columns={{'{name}': {type(value).__name__}}}",
         )
     return value
 
@@ -256,6 +263,13 @@ def _is_kind(value: Any, kind: pa.DataType) -> bool:
         return isinstance(value, bool)
     if isinstance(value, bool):
         return False
+    if pa.types.is_struct(kind):  # Arrow leaves keys out that the type does not have
+        fields = {field.name: field.type for field in kind}
+        return isinstance(value, Mapping) and all(
+            key in fields and (each is None or _is_kind(each, fields[key])) for key, each in value.items()
+        )
+    if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
+        return isinstance(value, list) and all(_is_kind(each, kind.value_type) for each in value)
     if pa.types.is_floating(kind) and isinstance(value, float):
         return True
     if pa.types.is_integer(kind) and not isinstance(value, int):
@@ -274,8 +288,19 @@ def _type_of(values: Sequence[Any]) -> pa.DataType:
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
             continue
         if not pa.types.is_null(kind):
-            return kind
+            return _without_nulls(kind)
     return pa.string()
+
+
+def _without_nulls(kind: pa.DataType) -> pa.DataType:
+    """The type, with text where the first rows had nothing but null."""
+    if pa.types.is_null(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_without_nulls(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _without_nulls(field.type)) for field in kind])
+    return kind
 
 
 def _function_fault(make: Callable[[Any], Any], error: Exception) -> Fault:

@@ -107,6 +107,16 @@ class Origin:
             return None
         return _missing(Path(self.source))
 
+    def nested_types(self) -> dict[str, pa.DataType]:
+        """Columns of structs and of lists of them, where the files themselves say what they hold."""
+        schema = getattr(self.source, "schema", None)
+        if (path := self.path) is not None:
+            first = _files(path, self.split)[0]
+            schema = _schema_of(first) if first.suffix in (".parquet", ".arrow", ".feather") else None
+        if not isinstance(schema, pa.Schema):
+            return {}
+        return {field.name: field.type for field in schema if _is_nested(field.type)}
+
     def count(self) -> int | None:
         """Rows, where that is cheap to tell."""
         if isinstance(self.source, Sequence | pa.Table) and not isinstance(self.source, str):
@@ -273,6 +283,17 @@ _READERS: dict[str, _Reader] = {
     ".arrow": _arrow,
     ".feather": _arrow,
 }
+
+
+def _is_nested(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_struct(kind) or (pa.types.is_list(kind) and pa.types.is_struct(kind.value_type)))
+
+
+def _schema_of(path: Path) -> pa.Schema | None:
+    if path.suffix == ".parquet":
+        return pq.read_schema(path).remove_metadata()
+    with pa.memory_map(str(path)) as file:
+        return next((batch.schema for batch in _arrow_batches(file)), None)
 
 
 def _file_count(path: Path) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -13,6 +14,7 @@ from dataflow.runtime import Context
 from dataflow.staleness import Bound, newest_versions, oldest_versions, sweep
 from operators.training.journal import TOO_FEW, Journal
 from operators.training.learner.rows import drop_reason, usable
+from operators.training.outcomes import Outcomes
 from operators.training.reorder_buffer import QueuedGroup
 from operators.training.signal import example, silent_scores
 
@@ -45,6 +47,8 @@ class Drops:
         """Of those that it knows, by reason."""
         self.total = 0
         """Since the start of the run."""
+        self.outcomes = Outcomes()
+        """Of their rollouts, since the last step."""
         self._groups: list[QueuedGroup] = []
         self._in_a_row: Counter[str] = Counter()
         """By reason, since the last group that could be trained."""
@@ -59,6 +63,11 @@ class Drops:
         """How many, by reason."""
         return self.recorded + Counter(self.reasons.values())
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What `step_metrics` takes of them."""
+        return {"dropped": self.counts, "dropped_outcomes": self.outcomes}
+
     def reason(self, records: pa.RecordBatch, step: int) -> str | None:
         """Why a group is not to be trained on weights that `step` steps are behind; None where it is."""
         if (marked := drop_reason(records)) is not None:
@@ -66,7 +75,7 @@ class Drops:
         good = usable(records, self._columns)
         if not good.any():
             errors = [error for error in records.column(ERROR).to_pylist() if error]
-            self._last_failure = self._attributed(errors[0]) if errors else "no value in a column that the loss reads"
+            self._last_failure = self._attributed(errors[0]) if errors else self._valueless(records)
             return "failed" if errors else "skipped"
         if self.bound is not None:
             if newest_versions(records.column(VERSIONS)).max() > step:
@@ -83,6 +92,7 @@ class Drops:
         self._groups += groups
         self.reasons |= {group.group_id: reason for group in groups}
         self.total += len(groups)
+        self.outcomes.add((group.records for group in groups), self._scores)
         self._in_a_row[reason] += len(groups)
         if groups and (silent := silent_scores([group.records for group in groups], self._silent)):
             self._silent, self._example = silent, example(groups[-1].records, silent)
@@ -100,6 +110,7 @@ class Drops:
     def committed(self) -> None:
         """Let go of all, as their step is in the ledger."""
         self.recorded.clear()
+        self.outcomes = Outcomes()
         self._release()
 
     def check(self) -> None:
@@ -127,6 +138,13 @@ class Drops:
         """A row's error with where the scorer that it names is defined, if it does not say so itself."""
         where = self._scores.get(error.partition(":")[0], "")
         return error if where in error else f"{error} ({where})"
+
+    def _valueless(self, records: pa.RecordBatch) -> str:
+        """That rows have no value, and the scorers that do not apply to any of them."""
+        names = {name for name in self._scores if name in records.schema.names}
+        silent = [name for name in names if records.column(name).null_count == records.num_rows]
+        said = [f"'{name}' ({self._scores[name]}) returned None, that it does not apply" for name in sorted(silent)]
+        return "; ".join(["no value in a column that the loss reads", *said])
 
     def _release(self) -> None:
         groups, self._groups, self.reasons = self._groups, [], {}

@@ -12,6 +12,7 @@ from dataflow.records import ADVANTAGE, version_column
 from dataflow.staleness import NO_TOKEN
 from operators.training.learner.learner import StepOutcome
 from operators.training.learner.rows import StepRows, mean_of
+from operators.training.outcomes import Outcomes
 from operators.training.signal import no_signal
 
 
@@ -27,6 +28,14 @@ class StepPace:
     """By stage: wait, forward_backward, optimizer, publish, record, checkpoint."""
     arrived_tokens: int = 0
     """Completion tokens of the rows that came in."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """How the node's time had been spent when it began, as `Context.spent` has it."""
+
+    def by_state(self, spent: Mapping[str, float], following: "StepPace") -> dict[str, float]:
+        """Seconds of the step by state of the node: seconds_busy, seconds_waiting and so on. spent: until now, where
+        the step that follows begins."""
+        following.spent = spent
+        return {f"seconds_{name}": value - self.spent.get(name, 0.0) for name, value in spent.items()}
 
     def add(self, stage: str, seconds: float) -> None:
         """Account for a slice of work."""
@@ -46,6 +55,7 @@ def step_metrics(
     outcome: StepOutcome,
     pace: StepPace,
     dropped: Mapping[str, int],
+    dropped_outcomes: Outcomes,
     skipped_steps: int,
     scores: Mapping[str, str],
     forwards: Sequence[str] = (),
@@ -54,8 +64,9 @@ def step_metrics(
 
     Units: seconds; versions for staleness; shares from 0 to 1; for measures see `Diagnostics.measures`, which leave
     out rollouts of advantage 0 where the trainer skips them, and for by_staleness the function of that name.
-    dropped: groups given up since the step before, by reason. rollouts: trained. scores, forwards: as `Context` has
-    them. forward_versions: the newest version behind each column of `forwards`.
+    dropped: groups given up since the step before, by reason; dropped_outcomes: of their rollouts. failed,
+    does_not_apply: of all rollouts since the step before, by cause and by scorer. rollouts: trained. scores,
+    forwards: as `Context` has them. forward_versions: the newest version behind each column of `forwards`.
     no_signal: see the function of that name; null where some group had one, or advantages are not asked for.
     """
     wall = max(now - pace.began, 1e-9)
@@ -67,6 +78,8 @@ def step_metrics(
     if advantage is None and ADVANTAGE in rows.columns_S:
         advantage = rows.columns_S[ADVANTAGE][rows.chosen_S]
     starts = np.flatnonzero(np.diff(rows.groups_R, prepend=-1)) if rows.rollouts else np.zeros(0, np.int64)
+    outcomes = Outcomes()
+    outcomes.add(trained, scores)
     signal = np.logical_or.reduceat(rows.signal_R, starts) if len(starts) else np.zeros(0)
     return {
         "step": step,
@@ -95,6 +108,7 @@ def step_metrics(
         **{f"seconds_{stage}": seconds for stage, seconds in pace.seconds.items()},
         "seconds_settle": outcome.settle_s,
         "dropped": dict(dropped),
+        **(outcomes + dropped_outcomes).figures(),
         "skipped_steps": skipped_steps,
     }
 

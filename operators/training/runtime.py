@@ -331,8 +331,8 @@ class TrainerRuntime(Runtime):
         making.pace = StepPace(ended, ended)
         metrics = step_metrics(
             node=context.node, step=step, now=ended, started=self._began, version=step, lr=rate, rows=rows,
-            trained=[group.records for group in groups], outcome=outcome, pace=pace, dropped=self._drops.counts,
-            skipped_steps=self._skipped_steps, scores=context.scores, forwards=context.forwards,
+            trained=[group.records for group in groups], outcome=outcome, pace=pace, scores=context.scores,
+            skipped_steps=self._skipped_steps, forwards=context.forwards, **self._drops.figures,
         )  # fmt: skip
         if metrics["no_signal"] is not None:
             context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
@@ -345,7 +345,7 @@ class TrainerRuntime(Runtime):
         self._note()
         published = clock()
         metrics |= {"seconds_record": recorded - ended, "seconds_publish": published - recorded}
-        metrics |= {"weights_sent": self._offers.by_reader()}
+        metrics |= {"weights_sent": self._offers.by_reader(), **pace.by_state(context.spent(), making.pace)}
         if self._saver.is_due(step):
             self._saver.keep(step)
             metrics["seconds_checkpoint"] = clock() - published

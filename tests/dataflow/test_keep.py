@@ -129,10 +129,13 @@ def test_it_sees_the_good_rows_alone_and_is_not_asked_where_there_are_none() -> 
 @pytest.mark.parametrize(
     ("says", "error"),
     [
-        (lambda: 1 / 0, "decide: ZeroDivisionError: division by zero"),
-        (lambda: 0.5, "decide: returned 0.5 (float), which is no bool"),
-        (lambda: np.array([True, False]), "decide: returned array([ True, False]) (ndarray), which is no bool"),
-        (lambda: None, "decide: skipped (returned None)"),
+        (lambda: 1 / 0, "decide: raised: ZeroDivisionError: division by zero"),
+        (lambda: 0.5, "decide: unusable: returned 0.5 (float), which is no bool"),
+        (
+            lambda: np.array([True, False]),
+            "decide: unusable: returned array([ True, False]) (ndarray), which is no bool",
+        ),
+        (lambda: None, "decide: unusable: returned None (NoneType), which is no bool"),
     ],
 )
 def test_anything_but_a_bool_is_the_error_of_the_rows_and_no_reason(says: Any, error: str) -> None:

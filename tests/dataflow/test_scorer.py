@@ -173,7 +173,8 @@ def test_a_function_that_cannot_be_a_scorer_is_refused_with_what_to_do(function:
 
 @pytest.mark.parametrize(
     "limits",
-    [{"per": "batch"}, {"timeout_s": 0}, {"timeout_s": float("inf")}, {"timeout_s": "1"}, {"memory_mb": 0},
+    [{"per": "step"}, {"retries": -1}, {"world": ValueError}, {"timeout_s": 0},
+     {"timeout_s": float("inf")}, {"timeout_s": "1"}, {"memory_mb": 0},
      {"concurrency": 0}, {"concurrency": True}, {"processes": 1.5}, {"isolate": False, "timeout_s": 1.0},
      {"isolate": False, "processes": 2}, {"timeout": 3}],
 )  # fmt: skip

@@ -76,6 +76,14 @@ def test_only_trainers_among_several_have_folders_of_their_own(graph: Graph) -> 
     assert own_folder(alone, "trainer") is None
 
 
+def test_evaluations_have_folders_of_their_own_where_there_are_several(graph: Graph) -> None:
+    two = Graph("two")
+    rows = FakeGenerator()(two.source(FakePrompts()))
+    for name in ("often", "seldom"):
+        FakeEvaluate(name=name)(rows)
+    assert [own_folder(two, name) for name in ("often", "seldom")] == ["often", "seldom"]
+
+
 def test_a_source_is_bounded_by_the_trainer_of_its_generator_whatever_the_order_of_feedbacks(
     planned: Plan,
 ) -> None:

@@ -85,7 +85,7 @@ DATA_PLANE = (
     Law(
         "the sender waits for credit",
         "test_nothing_is_worked_or_received_while_rows_wait_for_credit",
-        "dataflow:NodeLoop.turn",
+        "dataflow:NodeLoop._turn",
         condition("self.paused", "_outbox", "paused"),
         "the node's wait while its rows wait",
     ),

@@ -2,7 +2,7 @@
 
 import ast
 
-from .changes import argument, expression, instead, lacking, never, returned
+from .changes import always, argument, expression, instead, lacking, never, returned
 from .law import Law
 
 RECORDS = (
@@ -15,10 +15,66 @@ RECORDS = (
     ),
     Law(
         "what a scorer does wrong is the row's error",
-        "test_a_row_gets_a_score_or_an_error_and_never_both",
+        "test_a_row_gets_a_score_or_an_error_and_never_both_and_none_is_neither",
         "dataflow:Scoring._fail",
         instead("held.values[row] = 0.0", "failures"),
         "the error: such rows get reward 0",
+    ),
+    Law(
+        "that a scorer does not apply is neither a score nor a failure",
+        "test_a_row_gets_a_score_or_an_error_and_never_both_and_none_is_neither",
+        "dataflow.scoring:applying",
+        instead("return check", "may_not_apply"),
+        "that None is an answer",
+    ),
+    Law(
+        "what does not apply changes no mean",
+        "test_what_does_not_apply_changes_no_mean",
+        "dataflow.scoring.runtime:_has_values",
+        never("null_count"),
+        "the look at rows without a value",
+    ),
+    Law(
+        "one bad row of a batch fails alone",
+        "test_a_batch_function_gets_all_rows_at_once_and_a_bad_one_fails_alone",
+        "dataflow:Scoring._take",
+        never("startswith"),
+        "the calls row by row after one that failed",
+    ),
+    Law(
+        "a call is made again where the world failed, and only there",
+        "test_a_call_is_made_again_where_the_world_failed_and_only_there",
+        "dataflow.scoring.values:prepare",
+        always("retries"),
+        "the calls made again",
+    ),
+    Law(
+        "a judge that fails is asked again, and what fails for good is no reward",
+        "test_a_busy_or_broken_judge_is_asked_again_and_what_fails_for_good_is_no_reward",
+        "operators.rewards.judge_model:_said",
+        never("status_code", "_BUSY"),
+        "that it may answer later",
+    ),
+    Law(
+        "the key of a judge is written nowhere",
+        "test_the_key_comes_from_the_environment_and_is_written_nowhere",
+        "operators.rewards.judge_model:_said",
+        instead("text = reply.text", "text", "replace"),
+        "the key taken out of what the judge says",
+    ),
+    Law(
+        "no key of a row is left out of a nested column",
+        "test_a_key_that_the_first_rows_did_not_have_is_refused_and_never_left_out",
+        "operators.sources.prompt_rows:_is_kind",
+        never("is_struct", "!value_type"),
+        "the look at the keys",
+    ),
+    Law(
+        "what failed is counted by its cause, and what does not apply apart from it",
+        "test_failures_are_counted_by_node_and_cause_and_what_does_not_apply_by_scorer",
+        "operators:Outcomes.add",
+        expression("missing", "missing", "good", kind=ast.BinOp),
+        "that a failed row has no value for another reason",
     ),
     Law(
         "a failure is never reward 0: it is not trained",

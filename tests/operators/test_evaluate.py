@@ -87,6 +87,8 @@ def test_a_round_is_written_when_its_last_group_has_come_and_not_before(world):
             "eval_accuracy": 0.5,
             "eval_n": 2,
             "eval_errors": 0,
+            "eval_failed": {},
+            "eval_does_not_apply": 0,
             "eval_version_min": 0,
             "eval_version_max": 0,
         }
@@ -297,10 +299,11 @@ def test_a_round_of_failures_has_no_accuracy(world):
     assert world.runtime.status()["round"] == 0
 
 
-def test_a_missing_score_is_a_failure_too():
-    table = pa.Table.from_batches([_held_out(0, score=None), _held_out(1, score=0.5)])
-    found = round_metrics(table, "reward")
+def test_a_rollout_to_which_the_scorer_does_not_apply_is_in_no_mean_and_no_failure():
+    late = _held_out(2, score=None, error="reward: hung: no answer within 1 s")
+    found = round_metrics(pa.Table.from_batches([_held_out(0, score=None), _held_out(1, score=0.5), late]), "reward")
     assert (found["eval_accuracy"], found["eval_n"], found["eval_errors"]) == (0.5, 1, 1)
+    assert (found["eval_does_not_apply"], found["eval_failed"]) == (1, {"reward: hung": 1})
 
 
 def test_a_round_waits_for_every_source_that_leads_here(tmp_path):

@@ -189,6 +189,17 @@ def test_a_group_waits_for_the_critic_that_belongs_to_its_newest_token(critic: M
     assert ids(rig) == [[3], [2], [4]]
 
 
+def test_it_is_starved_while_groups_wait_for_weights_and_waits_where_there_are_none(critic: Model) -> None:
+    plane = Versions()
+    rig = forwarding(Values(critic), plane=plane)
+    plane.offer(0)
+    assert not rig.step() and not rig.runtime.starved()
+    rig.push(rollouts(2, version=1))
+    assert not rig.step() and rig.runtime.starved()
+    plane.offer(1)
+    assert rig.step() and not rig.runtime.starved()
+
+
 def test_a_group_may_be_computed_as_much_older_as_the_feedback_allows(critic: Model) -> None:
     plane = Versions()
     rig = forwarding(Values(critic), plane=plane, max_staleness=1)

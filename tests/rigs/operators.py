@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dataflow.node import Operator, Sink
+from dataflow.records import group_slices
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 
 O = TypeVar("O", bound=Operator)  # noqa: E741
@@ -47,6 +48,12 @@ class Around(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         return self.inner.status()
+
+    def starved(self) -> bool:
+        return self.inner.starved()
+
+    def beside(self) -> float:
+        return self.inner.beside()
 
     def wants_devices(self) -> bool:
         return self.inner.wants_devices()
@@ -114,6 +121,53 @@ class _Slow(Around):
 def slow(operator: O, seconds: float) -> O:
     """The same operator, taking its time."""
     return wrapped(operator, lambda inner: _Slow(inner, seconds))
+
+
+class _Paced(Around):
+    def __init__(self, inner: Runtime, seconds: float, spins: bool) -> None:
+        super().__init__(inner)
+        self._seconds, self._spins = seconds, spins
+
+    def work(self) -> list[Batch] | None:
+        made = super().work()
+        if made is None:
+            return None
+        groups = sum(len(group_slices(batch.records)) for batch in made)
+        seconds = self._seconds * max(1, groups)
+        if self._spins:
+            ends = time.thread_time() + seconds
+            while time.thread_time() < ends:
+                pass
+        else:
+            time.sleep(seconds)
+        return made
+
+
+def paced(operator: O, seconds: float, *, spins: bool = False) -> O:
+    """The same operator, which takes so much longer for each group, or for a slice that gives none: of sleep, or of a
+    processor."""
+    return wrapped(operator, lambda inner: _Paced(inner, seconds, spins))
+
+
+class _Withheld(Around):
+    def __init__(self, inner: Runtime, seconds: float) -> None:
+        super().__init__(inner)
+        self._seconds, self._since = seconds, time.monotonic()
+
+    def work(self) -> list[Batch] | None:
+        if time.monotonic() - self._since < self._seconds:
+            return None
+        made = super().work()
+        self._since = time.monotonic() if made else self._since
+        return made
+
+    def starved(self) -> bool:
+        return bool(self.inner.pending())
+
+
+def withheld(operator: O, seconds: float) -> O:
+    """The same operator, which begins nothing until so long after the last, as one whose weights come that seldom."""
+    return wrapped(operator, lambda inner: _Withheld(inner, seconds))
 
 
 class _Mute(Around):

@@ -3,7 +3,7 @@ import {NOT, add, bytes, fill, percent, plain, say, seconds, short} from './text
 
 const SVG = 'http://www.w3.org/2000/svg';
 const TAGS = new Set(['svg', 'title', 'desc', 'g', 'rect', 'path', 'line', 'text', 'tspan']);
-const KINDS = ['busy', 'blocked', 'idle'];
+const KINDS = ['busy', 'blocked', 'waiting', 'starved'];
 const FEW = 40;
 const stage = document.getElementById('stage'), card = document.getElementById('node');
 let graph = null, drawing = null, scale = 0, picked = null, now = null, all = false;
@@ -177,7 +177,7 @@ function meter(cell, shares) {
     bar.setAttribute('role', 'img');
     for (const kind of KINDS) add(bar, 'span', undefined, kind);
   }
-  const told = shares ? KINDS.map(kind => `${kind === 'idle' ? 'waiting' : kind} ${percent(shares[kind])}`) : [NOT];
+  const told = shares ? KINDS.map(kind => `${kind} ${percent(shares[kind])}`) : [NOT];
   const rest = shares ? 1 - KINDS.reduce((sum, kind) => sum + shares[kind], 0) : 1;
   if (shares && rest > 0.005) told.push(`${NOT} ${percent(rest)}`);
   bar.title = told.join(', ');
@@ -194,7 +194,7 @@ function credit(cell, edge) {
 
 const NODE_HEADS = [
   {text: 'node'}, {text: 'state'}, {text: 'time', draw: meter}, {text: 'busy', number: true}, {text: 'blocked', number: true},
-  {text: 'waiting', number: true}, {text: 'rows/s out', number: true}, {text: 'replicas', number: true}, {text: 'memory', number: true},
+  {text: 'waiting', number: true}, {text: 'starved', number: true}, {text: 'rows/s out', number: true}, {text: 'replicas', number: true}, {text: 'memory', number: true},
 ];
 const EDGE_HEADS = [
   {text: 'edge'}, {text: 'rows of'}, {text: 'rows/s', number: true}, {text: 'in flight, of credit', draw: credit},
@@ -215,7 +215,8 @@ export function showNow(found) {
   const rows = all ? sorted : sorted.slice(0, FEW);
   fill(document.getElementById('nodes'), NODE_HEADS, rows.map(node => [
     node.name, node.ill.length ? `trouble: ${node.ill[0]}` : node.for_s ? `${node.state} ${seconds(node.for_s)}` : node.state,
-    node.shares, percent(node.shares?.busy), percent(node.shares?.blocked), percent(node.shares?.idle),
+    node.shares, percent(node.shares?.busy), percent(node.shares?.blocked), percent(node.shares?.waiting),
+    percent(node.shares?.starved),
     node.rows_out_s === null ? NOT : short(node.rows_out_s), short(node.replicas), memory(node),
   ]));
   const more = document.getElementById('more-nodes');

@@ -54,7 +54,7 @@ SNAPSHOT = Snapshot(
     groups={"issued": 1500, "trained": 1280, "dropped": 0},
     warnings=("'reward' timed out on 2 rollouts",),
     nodes=(
-        NodeSnapshot(name="prompts", state="running", rate=150, queue=0, busy=0.05, idle=0.05, blocked=0.9),
+        NodeSnapshot(name="prompts", state="running", rate=150, queue=0, busy=0.05, waiting=0.05, blocked=0.9),
         NodeSnapshot(name="generator", state="running", rate=1240, queue=64, busy=0.97, blocked=0, note="v39"),
         NodeSnapshot(name="reward"),
     ),
@@ -97,7 +97,7 @@ def test_the_screen_at_eighty_cells() -> None:
         "reward 0.42 ▁▄█   accuracy 0.19 → 0.38   staleness 1.9, max 4 of 4   version 39",
         "1,240 rollouts/s   23 k tokens/s   groups 1,500 issued, 1,280 trained",
         "",
-        "node       state       rows/s   queue  busy █ blocked ▒ idle ·",
+        "node       state       rows/s   queue  busy █ blocked ▒ starved ▁ waiting ·",
         "prompts    running        150       0  █▒▒▒▒▒▒▒▒▒▒▒▒▒▒   5%",
         "generator  running      1,240      64  ███████████████  97%  v39",
         "reward                      –       –  ···············",
@@ -450,7 +450,7 @@ def test_a_sparkline_shows_the_way_of_the_values_in_few_signs() -> None:
 
 @given(ODD_NUMBER, ODD_NUMBER, st.integers(0, 40))
 def test_a_bar_is_always_as_wide_as_it_should_be(busy: float | None, blocked: float | None, width: int) -> None:
-    assert len("".join(split_bar(busy, blocked, width, UNICODE))) == width
+    assert len("".join(split_bar(busy, blocked, busy, width, UNICODE))) == width
 
 
 @given(st.text(max_size=30), st.integers(0, 20))

@@ -36,7 +36,7 @@ from dataflow.worker.host import Settings
 
 
 def beat(node: str = "trainer", at: str = "", **told: Any) -> dict[str, Any]:
-    seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0, **told.pop("seconds", {})}
+    seconds = {"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0, **told.pop("seconds", {})}
     plain = {"status": {}, "rows_in": 0, "rows_out": 0, "ended": False, "blocked": False}
     return {"nodes": {node: {**plain, "seconds": seconds, **told}}, "at": at, "at_s": 0.0, "edges": {}}
 
@@ -52,8 +52,8 @@ def states(*beats: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def test_a_node_is_in_the_state_in_which_it_spent_most_of_the_last_seconds_and_since_then() -> None:
-    idle = [beat(seconds={"idle": float(at)}) for at in range(1, 4)]
-    busy = [beat(seconds={"idle": 3.0, "busy": float(at)}) for at in range(1, 6)]
+    idle = [beat(seconds={"waiting": float(at)}) for at in range(1, 4)]
+    busy = [beat(seconds={"waiting": 3.0, "busy": float(at)}) for at in range(1, 6)]
     found = states(*idle, *busy)
     assert found[:3] == [("waiting", 0.0), ("waiting", 1.0), ("waiting", 2.0)]
     assert found[-1] == ("working", found[-1][1]) and 1.0 < found[-1][1] < 5.0
@@ -61,7 +61,7 @@ def test_a_node_is_in_the_state_in_which_it_spent_most_of_the_last_seconds_and_s
 
 def test_one_that_waits_has_waited_since_it_last_worked_if_only_for_a_moment() -> None:
     worked = [0.0, 0.0, 0.01, 0.01, 0.01]
-    found = states(*[beat(seconds={"idle": float(at), "busy": busy}) for at, busy in enumerate(worked)])
+    found = states(*[beat(seconds={"waiting": float(at), "busy": busy}) for at, busy in enumerate(worked)])
     assert found[-1] == ("waiting", 2.0)
 
 

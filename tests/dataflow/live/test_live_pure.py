@@ -1,7 +1,5 @@
 """What decides on the page without a file or a socket: who is let in, which shapes are drawn."""
 
-import math
-
 import pytest
 
 from dataflow.live.guard import NotAdmitted, PageRequest, admit
@@ -55,9 +53,10 @@ def test_what_no_browser_sends_is_no_request(head: bytes) -> None:
 
 
 def test_shares_are_what_was_measured_and_nothing_fills_the_rest() -> None:
-    assert shares({"busy": 2.0, "idle": 1.0, "blocked": 0.0}, 5.0, 2) == {"busy": 0.2, "idle": 0.1, "blocked": 0.0}
-    assert shares({"busy": 6.0, "idle": 2.0, "blocked": 0.0}, 4.0, 1) == {"busy": 0.75, "idle": 0.25, "blocked": 0.0}
-    assert shares(None, 5.0, 1) is None and shares({"busy": 1.0}, 0.0, 1) is None
+    rest = {"blocked": 0.0, "starved": 0.0}
+    assert shares({"busy": 2.0, "waiting": 1.0, **rest, "measured": 10.0}) == {"busy": 0.2, "waiting": 0.1, **rest}
+    assert shares({"busy": 6.0, "waiting": 2.0, **rest, "measured": 8.0}) == {"busy": 0.75, "waiting": 0.25, **rest}
+    assert shares(None) is None and shares({"busy": 1.0, "measured": 0.0}) is None and shares({"busy": 1.0}) is None
 
 
 def test_rows_of_an_edge_are_told_where_they_are_those_of_one_of_its_nodes() -> None:
@@ -103,5 +102,5 @@ def test_what_is_no_drawing_is_not_drawn(text: bytes) -> None:
 
 
 def test_a_number_that_is_none_stays_out_of_the_shares() -> None:
-    found = shares({"busy": -1.0, "idle": 1.0, "blocked": 0.0}, 2.0, 0)
-    assert found == {"busy": 0.0, "idle": 0.5, "blocked": 0.0} and not any(map(math.isnan, found.values()))
+    found = shares({"busy": -1.0, "waiting": 1.0, "blocked": 9.0, "measured": 2.0})
+    assert found == {"busy": 0.0, "waiting": 0.5, "blocked": 1.0, "starved": 0.0}

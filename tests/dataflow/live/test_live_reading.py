@@ -111,7 +111,7 @@ def test_a_run_under_way_is_told_by_its_scheduler_once_for_all_who_ask(folder: R
     now[0] += 2.0
     node = next(n for n in looks.look()["nodes"] if n["name"] == "generator")
     assert node["rows_in_s"] == 10.0 and node["rows_out_s"] == 80.0 and node["version"] == 3
-    assert node["shares"] == {"busy": 0.5, "blocked": 0.0, "idle": 0.0}, "the rest is nobody's"
+    assert node["shares"] == {"busy": 0.5, "blocked": 0.0, "waiting": 0.0, "starved": 0.0}, "the rest is nobody's"
     edge = next(e for e in looks.look()["edges"] if e["to"] == "generator")
     assert (edge["depth"], edge["capacity"], edge["rows_s"]) == (4, 8, 10.0)
     now[0] += 2.0
@@ -127,14 +127,20 @@ def test_a_run_that_nobody_leads_is_told_from_its_folder(folder: RunFolder) -> N
         raise RunError("takes no commands")
 
     for seconds in (0.0, 4.0):
-        said = {"rows_in": seconds, "rows_out": 2 * seconds, "busy": seconds / 2, "idle": 0.0, "blocked": 0.0}
+        said = {
+            "rows_in": seconds,
+            "rows_out": 2 * seconds,
+            "busy": seconds / 2,
+            "measured": seconds,
+            "waiting": seconds / 2,
+        }
         folder.note_activity(seconds, {"generator": {"replicas": 1, **said}})
     assert Looks(folder, gone).look()["state"] == "not finished"
     folder.write_json("times.json", {"outcome": "finished", "seconds": 4.0})
     found = Looks(folder, gone).look()
     assert found["state"] == "finished" and found["over_s"] == 4.0
     node = next(n for n in found["nodes"] if n["name"] == "generator")
-    assert node["shares"] == {"busy": 0.5, "blocked": 0.0, "idle": 0.0} and node["rows_out_s"] == 2.0
+    assert node["shares"] == {"busy": 0.5, "blocked": 0.0, "waiting": 0.5, "starved": 0.0} and node["rows_out_s"] == 2.0
     assert next(n for n in found["nodes"] if n["name"] == "prompts")["shares"] is None
     silenced = Looks(folder, silent).look()
     assert silenced["state"] == "silent" and "not answered" in silenced["sentence"]

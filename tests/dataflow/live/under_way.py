@@ -6,7 +6,8 @@ from typing import Any
 def told(rows: int, busy: float) -> dict[str, Any]:
     """rows: that the generator has taken in. busy: seconds."""
     heartbeat = {
-        "nodes": {"generator": {"seconds": {"busy": busy, "idle": 1.0, "blocked": 0.0}, "rows_in": rows,
+        "nodes": {"generator": {"seconds": {"busy": busy, "waiting": 1.0, "blocked": 0.0, "starved": 0.0},
+                                    "measured_s": 2 * busy, "rows_in": rows,
                                     "rows_out": rows * 8, "status": {"version": 3}, "ended": False, "blocked": False}},
         "edges": {"prompts>generator:prompts": [4, 8]},
     }  # fmt: skip

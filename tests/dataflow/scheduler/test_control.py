@@ -160,8 +160,8 @@ class Play:
 
     def heartbeat(self, name: str, rows: int = 0, attempt: int | None = None, status: Any = None, **more: Any) -> None:
         report = NodeReport(
-            status=status or {}, seconds={"busy": 1.0 * rows, "idle": 0.0, "blocked": 0.0}, rows_in=rows,
-            rows_out=rows, ended=False, blocked=False,
+            status=status or {}, seconds={"busy": 1.0 * rows, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
+            rows_in=rows, rows_out=rows, ended=False, blocked=False,
         )  # fmt: skip
         self.say(name, Heartbeat, attempt, nodes={name.removesuffix("-0"): report}, **more)
 
@@ -514,7 +514,7 @@ def test_closing_waits_no_longer_than_the_limit_for_one_that_goes_on(play: Any) 
 # Messages that are well formed and mean nothing
 
 REPORT = NodeReport(
-    status={"step": 1, "done": 0, "version": 1}, seconds={"busy": 1.0, "idle": 0.0, "blocked": 0.0},
+    status={"step": 1, "done": 0, "version": 1}, seconds={"busy": 1.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
     rows_in=1, rows_out=1, ended=False, blocked=False,
 )  # fmt: skip
 JUNK = (

@@ -65,10 +65,12 @@ def test_whatever_is_no_message_is_refused() -> None:
 @pytest.mark.parametrize("status", [{"step": "7"}, {"done": 1.5}, {"eval_accuracy": "high"}, {"version": "1"}])
 def test_a_status_that_nobody_could_count_with_is_refused(status: dict[str, Any]) -> None:
     whole: dict[str, Any] = {"rows_in": 0, "rows_out": 0, "ended": False, "blocked": False}
-    NodeReport(status={"step": 7, "why": "so"}, seconds={"busy": 0.0, "idle": 0.0, "blocked": 0.0}, **whole)
+    NodeReport(
+        status={"step": 7, "why": "so"}, seconds={"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0}, **whole
+    )
     with pytest.raises(ValueError, match="status"):
-        NodeReport(status=status, seconds={"busy": 0.0, "idle": 0.0, "blocked": 0.0}, **whole)
-    with pytest.raises(ValueError, match="seconds are busy, idle and blocked"):
+        NodeReport(status=status, seconds={"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0}, **whole)
+    with pytest.raises(ValueError, match="seconds are busy, blocked, waiting, starved"):
         NodeReport(status={}, seconds={"busy": 0.0}, **whole)
 
 

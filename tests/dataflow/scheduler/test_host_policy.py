@@ -88,7 +88,7 @@ def told(commands: list[Command]) -> str:
 
 def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_where_there_is_room_as_soon_as_that_is() -> None:
     run = Run((A, B, C))
-    seconds = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
+    seconds = {"busy": 0.0, "waiting": 0.0, "blocked": 0.0, "starved": 0.0}
     report = messages.NodeReport(
         status={"begun": 5}, seconds=seconds, rows_in=0, rows_out=0, ended=False, blocked=False
     )

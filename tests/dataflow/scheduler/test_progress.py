@@ -40,12 +40,11 @@ class Scene:
         return next(node for node in self.watch.snapshot().nodes if node.name == "generator")
 
 
-def beat(
-    member: str, rows: int, busy: float, idle: float = 0.0, version: int = 3, ended: bool = False
-) -> dict[str, Any]:
+def beat(member: str, rows: int, busy: float, version: int = 3, ended: bool = False) -> dict[str, Any]:
     report = {
         "status": {"version": version, "tokens": 10 * rows, "active": 0 if ended else 4}, "rows_in": rows,
-        "rows_out": rows, "ended": ended, "blocked": False, "seconds": {"busy": busy, "idle": 0.0, "blocked": 0.0},
+        "rows_out": rows, "ended": ended, "blocked": False, "starved": False,
+        "seconds": {"busy": busy, "waiting": 0.0, "blocked": 0.0, "starved": 0.0},
     }  # fmt: skip
     return {"member": member, "nodes": {"generator": report}, "edges": {}}
 

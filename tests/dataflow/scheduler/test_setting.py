@@ -12,7 +12,7 @@ from dataflow.scheduler.swaps.checkpoint_requests import WRITTEN_S
 from dataflow.scheduler.swaps.knob_requests import BOUNDARY_S
 from dataflow.worker.messages import ChangeKnobs, Heartbeat, NodeCommand, NodeReport
 
-SECONDS = {"busy": 0.0, "idle": 0.0, "blocked": 0.0}
+SECONDS = dict.fromkeys(("busy", "blocked", "waiting", "starved"), 0.0)
 
 
 @pytest.fixture

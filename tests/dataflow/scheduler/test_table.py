@@ -19,7 +19,8 @@ from dataflow.worker.messages import Heartbeat, NodeReport, Start
 
 def heartbeat(rows: int, busy: float, ended: bool = False) -> Heartbeat:
     report = NodeReport(
-        status={"tokens": 10 * rows, "queue": 3}, seconds={"busy": busy, "idle": 1.0, "blocked": 0.0},
+        status={"tokens": 10 * rows, "queue": 3},
+        seconds={"busy": busy, "waiting": 1.0, "blocked": 0.0, "starved": 0.0},
         rows_in=rows, rows_out=2 * rows, ended=ended, blocked=True,
     )  # fmt: skip
     return Heartbeat(attempt=0, nodes={"node": report}, edges={"e": (1, 2)})

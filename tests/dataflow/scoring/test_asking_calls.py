@@ -101,7 +101,7 @@ def test_a_call_that_waits_for_its_owner_is_not_late() -> None:
 
 @pytest.mark.parametrize(
     ("word", "failure"),
-    [("hang", "no answer within 0.3 s"), ("block", "no answer within 0.3 s"), ("raise", "bad")],
+    [("hang", "hung: no answer within 0.3 s"), ("block", "hung: no answer within 0.3 s"), ("raise", "bad")],
 )
 def test_a_call_that_fails_after_an_answer_fails_alone(word: str, failure: str) -> None:
     with pool() as made:

@@ -24,7 +24,7 @@ from dataflow.scoring.process import CallChunk, CallRange, pieces_of
 pytestmark = pytest.mark.usefixtures("forked")
 
 MEETING = threading.Barrier(4)
-LATE = "no answer within 0.2 s"
+LATE = "hung: no answer within 0.2 s"
 KINDS = {"one": {}, "processes": {"processes": 2}, "threads": {"concurrency": 4}, "tasks": {"concurrency": 4}}
 
 
@@ -153,13 +153,13 @@ def test_every_call_is_answered_with_its_own_value(kind: str) -> None:
 
 FAILURES = {
     "hang": LATE,
-    "exit": "its process exited with status 3",
+    "exit": "died: its process exited with status 3",
     "sys.exit": "SystemExit: 2",
-    "kill": "its process ended with signal 9 (memory limit 64 MB)",
-    "abort": "its process ended with signal 6 (memory limit 64 MB)",
+    "kill": "died: its process ended with signal 9 (memory limit 64 MB)",
+    "abort": "died: its process ended with signal 6 (memory limit 64 MB)",
     "raise": "ValueError: bad",
     "too much": "MemoryError: ",
-    "server": "its process ended with signal 9 (memory limit 64 MB)",
+    "server": "died: its process ended with signal 9 (memory limit 64 MB)",
 }
 
 
@@ -195,7 +195,7 @@ def test_a_server_that_somebody_stopped_is_let_go_on() -> None:
 def test_a_call_that_eats_memory_is_ended_and_named() -> None:
     with pool(timeout_s=20.0) as made:
         assert answers(made, ["a", "memory", "b"]) == [
-            "a", "its process took more memory than its limit of 64 MB", "b"
+            "a", "died: its process took more memory than its limit of 64 MB", "b"
         ]  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_a_call_that_closes_every_file_is_found_among_others() -> None:
     with pool() as made:
         got = answers(made, ["a", "close", "b"])
     assert (got[0], got[2]) == ("a", "b")
-    assert got[1] in ("its process exited with status 0", "it closed the wire of its process")
+    assert got[1] in ("died: its process exited with status 0", "died: it closed the wire of its process")
 
 
 def test_a_blocked_event_loop_is_ended_like_any_other_call() -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.columns import check_columns, whole
 
-from dataflow.errors import RecordError
+from dataflow.errors import RecordError, WorldFailed
 from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array
 from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
+from dataflow.scoring.failure import RolloutFailure
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Encode
 from dataflow.scoring.runtime import Scoring
+from dataflow.scoring.signature import Noted
 from dataflow.scoring.values import pack
 
 
@@ -114,19 +117,19 @@ def judge(completion: str, answer: str) -> Any:
 
 
 JUDGED = {
-    "right": 1.0, "wrong": 0.0, "numpy": 0.5,
-    "raise": "verdict: ValueError: bad in two lines (test_scoring.py:",
-    "raise far away": "verdict: ValueError: invalid literal",
-    "sys.exit": "verdict: SystemExit: 1 (test_scoring.py:",
-    "none": "verdict: skipped (returned None)",
-    "nan": "verdict: returned nan; return a finite number, or None to skip",
-    "text": "verdict: returned 'text' (str), which is no number",
-    "array": "verdict: returned array([0., 0., 0.]) (ndarray), which is no number",
-    "surrogate": "verdict: ValueError: \\ud800 (test_scoring.py:",
+    "right": 1.0, "wrong": 0.0, "numpy": 0.5, "none": None,
+    "raise": "verdict: raised: ValueError: bad in two lines (test_scoring.py:",
+    "raise far away": "verdict: raised: ValueError: invalid literal",
+    "sys.exit": "verdict: raised: SystemExit: 1 (test_scoring.py:",
+
+    "nan": "verdict: unusable: returned nan; return a finite number, or None where it does not apply",
+    "text": "verdict: unusable: returned 'text' (str), which is no number",
+    "array": "verdict: unusable: returned array([0., 0., 0.]) (ndarray), which is no number",
+    "surrogate": "verdict: raised: ValueError: \\ud800 (test_scoring.py:",
 }  # fmt: skip
 
 
-def test_a_row_gets_a_score_or_an_error_and_never_both(isolate: bool) -> None:
+def test_a_row_gets_a_score_or_an_error_and_never_both_and_none_is_neither(isolate: bool) -> None:
     scored = score(scorer(name="verdict", isolate=isolate)(judge), rows(list(JUDGED)))
     for value, error, wanted in zip(
         scored.column("verdict").to_pylist(), scored.column(ERROR).to_pylist(), JUDGED.values(), strict=True
@@ -180,9 +183,8 @@ def test_a_group_that_fails_fails_whole_and_alone(isolate: bool) -> None:
     scored = score(scorer(per="group", isolate=isolate)(credit), records)
     assert scored.column("credit").to_pylist() == [None, None, None, 2.0, None, 2.0, *[None] * 4, 5.0, 5.0]
     errors = scored.column(ERROR).to_pylist()
-    assert [row for row, error in enumerate(errors) if error is None] == [3, 5, 10, 11]
-    assert errors[2] == "credit: skipped (returned None)"
-    assert errors[6] == "credit: returned 1 values for 2 rows; return one for each"
+    assert [row for row, error in enumerate(errors) if error is None] == [2, 3, 5, 10, 11]
+    assert errors[6] == "credit: unusable: returned 1 values for 2 rows; return one for each"
 
 
 def test_one_number_may_stand_for_a_group() -> None:
@@ -225,7 +227,7 @@ def test_a_list_column_arrives_as_its_annotation_says(annotation: Any, found: st
     assert scored.column("kind").to_pylist() == [found, found]
 
 
-def test_nulls_of_a_users_column_arrive_as_none_or_nan(isolate: bool) -> None:
+def test_a_function_is_not_asked_about_rows_without_a_value_unless_it_takes_none(isolate: bool) -> None:
     def is_missing(hint: str | None, tokens: Array) -> bool:
         return hint is None
 
@@ -233,12 +235,107 @@ def test_nulls_of_a_users_column_arrive_as_none_or_nan(isolate: bool) -> None:
     scored = score(scorer(isolate=isolate)(is_missing), records)
     assert scored.column(-1).to_pylist() == [True, False]
 
-    def are_missing(weight: Array) -> Array:
+    def is_long(hint: str) -> bool:
+        return len(hint) > 0
+
+    scored = score(scorer(isolate=isolate)(is_long), records)
+    assert scored.column(-1).to_pylist() == [None, True]
+    assert scored.column(ERROR).null_count == 2
+
+    def are_missing(weight: Array | None) -> Array:
         return np.asarray(np.isnan(weight))
 
     records = rows(["a", "b"], weight=pa.array([None, 3], pa.int64()))
     scored = score(scorer(per="group", isolate=isolate)(are_missing), records)
     assert scored.column(-1).to_pylist() == [1.0, 0.0]
+
+
+def test_what_does_not_apply_changes_no_mean(isolate: bool) -> None:
+    def centred(reward: Array) -> Array:
+        return reward - reward.mean()
+
+    reward = pa.array([1.0, None, 0.0, None, None, None], pa.float64())
+    scored = score(scorer(per="group", isolate=isolate)(centred), rows(["x"] * 6, 3, reward=reward))
+    assert scored.column("centred").to_pylist() == [0.5, None, -0.5, None, None, None]
+    assert scored.column(ERROR).null_count == 6
+
+
+# Whole batches, notes, retries
+
+
+def test_a_batch_function_gets_all_rows_at_once_and_a_bad_one_fails_alone(isolate: bool) -> None:
+    def worth(completion: list[str], answer: list[str]) -> list[float | None]:
+        if "bad" in completion:
+            raise ValueError("a bad one")
+        return [None if each == "none" else float(len(completion)) for each in completion]
+
+    made = scorer(per="batch", isolate=isolate)(worth)
+    scored = score(made, rows(["a", "none", "b", "c", "d"]))
+    assert scored.column("worth").to_pylist() == [5.0, None, 5.0, 5.0, 5.0]
+    assert scored.column(ERROR).null_count == 5
+    scored = score(made, rows(["a", "none", "bad", "c", "d"]))
+    assert scored.column("worth").to_pylist() == [1.0, None, None, 1.0, 1.0]
+    (error,) = scored.column(ERROR).drop_null().to_pylist()
+    assert error.startswith("worth: raised: ValueError: a bad one (test_scoring.py:")
+
+
+def test_a_row_that_hangs_or_ends_its_process_in_a_batch_fails_alone() -> None:
+    def worth(completion: list[str]) -> list[float]:
+        if "hang" in completion:
+            time.sleep(60)
+        if "die" in completion:
+            os._exit(3)
+        return [1.0 for _ in completion]
+
+    scored = score(scorer(per="batch", timeout_s=0.5)(worth), rows(["a", "hang", "b", "die"]))
+    assert scored.column("worth").to_pylist() == [1.0, None, 1.0, None]
+    assert [error and error[:12] for error in scored.column(ERROR).to_pylist()] == [
+        None, "worth: hung:", None, "worth: died:",
+    ]  # fmt: skip
+
+
+def test_the_rows_other_columns_come_by_keyword_and_those_of_the_engine_do_not(isolate: bool) -> None:
+    def seen(completion: str, **columns: Any) -> str:
+        return " ".join(sorted(columns))
+
+    records = rows(["a"], hint=pa.array(["h"]), extra=pa.array([{"a": 1}]))
+    scored = score(scorer(isolate=isolate, rest=True)(seen), records)
+    assert scored.column("seen").to_pylist() == ["answer extra hint"]
+
+
+def test_a_note_is_a_column_beside_the_number(isolate: bool) -> None:
+    def told(completion: str) -> Noted:
+        return Noted(None if completion == "none" else 1.0, completion.upper())
+
+    scored = score(scorer(isolate=isolate)(told), rows(["a", "none"]))
+    assert scored.column("told").to_pylist() == [1.0, None]
+    assert scored.column("told_note").to_pylist() == ["A", "NONE"]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["function", "coroutine"])
+def test_a_call_is_made_again_where_the_world_failed_and_only_there(tmp_path: Path, is_async: bool) -> None:
+    def ask(completion: str) -> float:
+        calls = tmp_path / completion
+        calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
+        if completion == "twice" and len(calls.read_text()) < 3:
+            raise WorldFailed("busy", after_s=0.0)
+        if completion == "own":
+            raise ValueError("mine")
+        if completion == "always":
+            raise KeyError("theirs")
+        return 1.0
+
+    async def ask_async(completion: str) -> float:
+        return ask(completion)
+
+    function = ask_async if is_async else ask
+    made = scorer(name="ask", retries=2, world=(KeyError,))(function)
+    scored = score(made, rows(["once", "twice", "own", "always"]))
+    assert scored.column("ask").to_pylist() == [1.0, 1.0, None, None]
+    errors = scored.column(ERROR).to_pylist()
+    assert [RolloutFailure.read(error).cause for error in errors if error] == ["raised", "world"]
+    found = {path.name: len(path.read_text()) for path in tmp_path.iterdir()}
+    assert found == {"once": 1, "twice": 3, "own": 1, "always": 3}
 
 
 def test_an_async_function_scores_rows_at_the_same_time() -> None:
@@ -250,7 +347,7 @@ def test_an_async_function_scores_rows_at_the_same_time() -> None:
 
     scored = score(scorer(concurrency=8, timeout_s=1.0)(ask), rows(["a", "hang", "ccc"] * 3))
     assert scored.column("ask").to_pylist() == [1.0, None, 3.0] * 3
-    assert set(scored.column(ERROR).to_pylist()) == {None, "ask: no answer within 1 s"}
+    assert set(scored.column(ERROR).to_pylist()) == {None, "ask: hung: no answer within 1 s"}
 
 
 def test_knobs_reach_the_function(isolate: bool) -> None:
@@ -437,7 +534,9 @@ def test_every_row_comes_back_exactly_once_with_a_score_or_an_error(
         value, error = scored.column("score")[row].as_py(), scored.column(ERROR)[row].as_py()
         if row in failed:
             assert (value, error) == (None, "before")
-        elif word in ("fine", "print") and not is_blocked:
-            assert (value, error) == (1.0, None)
+        elif word in ("fine", "print", "none") and not is_blocked:
+            assert (value, error) == (None if word == "none" else 1.0, None)
+        elif word == "none":
+            assert value is None
         else:
             assert (value is None) != (error is None)

@@ -157,12 +157,9 @@ class Swallow(Script):
         return []
 
 
-def loop_of(
-    runtime: Runtime, inlet: FakeInlet | None, *outlets: FakeOutlet, marks: Any = None, clock: Any = None
-) -> NodeLoop:
+def loop_of(runtime: Runtime, inlet: FakeInlet | None, *outlets: FakeOutlet, marks: Any = None) -> NodeLoop:
     inlets = [] if inlet is None else [("prompts", "before", inlet)]
-    extra = {} if clock is None else {"clock": clock}
-    return NodeLoop("node", runtime, inlets, {"prompts": list(outlets)}, marks=marks, **extra)
+    return NodeLoop("node", runtime, inlets, {"prompts": list(outlets)}, marks=marks)
 
 
 def turn_until_still(loop: NodeLoop) -> None:
@@ -358,19 +355,6 @@ def test_groups_are_marked_in_the_ledger_before_they_are_sent() -> None:
     assert events.of("marked", "sent") == [
         ("marked", "prompts", 0, 1), ("sent", 0, 0, 1, 1), ("marked", "prompts", 2), ("sent", 2, 2),
     ]  # fmt: skip
-
-
-def test_every_second_is_busy_idle_or_blocked() -> None:
-    events, ticks = Events(), iter(range(100))
-    outlet = FakeOutlet(events, credit=0)
-    loop = loop_of(Script(events), FakeInlet(events, rows(0)), outlet, clock=lambda: next(ticks))
-    loop.turn()
-    loop.waited(5.0)
-    assert loop.seconds == {"busy": 2.0, "idle": 0.0, "blocked": 5.0}  # one push, one slice of work
-    outlet.credit = 1
-    turn_until_still(loop)
-    loop.waited(7.0)
-    assert loop.seconds["idle"] == 7.0 and loop.seconds["blocked"] == 5.0
 
 
 @pytest.mark.parametrize(("method", "doing"), [("work", "working"), ("push", "taking rows of 'prompts' from 'before'")])

@@ -75,6 +75,17 @@ def test_an_operator_is_found_and_takes_the_nodes_name(write: Callable[[str], Pa
     assert list(made.operators) == list(graph().operators)
 
 
+def test_a_reward_of_another_system_takes_a_place_as_it_is(write: Callable[[str], Path]) -> None:
+    import operators.rewards  # noqa: F401  as the run's program does
+
+    write("def theirs(completions, **kwargs):\n    return [2.0 for _ in completions]\n")
+    found = attempt(Swap(number=1, node="reward", reference="trl:swapped_rewards:theirs"))
+    made = swapped(graph(), [found]).operators["reward"]
+    assert made.name == "reward" and made(prompt=["p"], completion=["x"]) == [2.0]  # type: ignore[operator]
+    with pytest.raises(GraphError, match="no form of rewards is called 'tlr'.*did you mean 'trl'"):
+        attempt(Swap(number=1, node="reward", reference="tlr:swapped_rewards:theirs"))
+
+
 def test_a_module_is_read_anew_whatever_was_imported_of_it(write: Callable[[str], Path]) -> None:
     for worth in (1.0, 2.0, 3.0):
         path = write(STRICT.format(worth=worth))

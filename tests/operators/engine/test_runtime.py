@@ -182,6 +182,20 @@ def test_training_groups_start_only_within_the_staleness_bound(build, make_model
     assert {(source, state) for source, _, state in ledger.calls} == {("train", "generating")}
 
 
+def test_it_is_starved_while_prompts_wait_for_newer_weights_and_waits_where_there_are_none(build, make_model):
+    plane = FakePlane({0: make_model(), 1: make_model(seed=1)})
+    bounds = {"train": Bound(max_staleness=0, prompts_per_step=2)}
+    runtime = build(context={"reader": plane, "bounds": bounds}, slots=64)
+    assert runtime.work() is None and not runtime.starved(), "it has no prompts"
+    runtime.push(prompts(letters(4)))
+    assert runtime.work() is not None and not runtime.starved(), "it draws those of the first step"
+    run_dry(runtime)
+    assert runtime.work() is None and runtime.starved(), "the others need version 1"
+    plane.offered = 1
+    run_dry(runtime)
+    assert not runtime.starved() and not runtime.pending()
+
+
 def test_evaluation_goes_first_and_waits_only_for_its_version(build, make_model):
     plane = FakePlane({0: make_model(), 1: make_model(seed=1)})
     bounds = {"train": Bound(max_staleness=0, prompts_per_step=4)}

@@ -42,7 +42,7 @@ def test_rewards_are_added_by_their_weights_and_a_row_that_lacks_one_has_none() 
     reward = combine({"accuracy": 1.0, "format": 0.2})
     table = collect(reward(format(accuracy(rollouts()))), rows=4)
     assert table.column("reward").to_pylist() == [1.0, 2.0, None, 4.0]
-    assert table.column("error").to_pylist()[2].startswith("format: ValueError: no format")
+    assert table.column("error").to_pylist()[2].startswith("format: raised: ValueError: no format")
 
 
 def test_called_with_plain_values_it_is_their_sum() -> None:

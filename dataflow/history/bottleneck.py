@@ -1,0 +1,71 @@
+"""Which node bounds a run, by the shares of their time that nodes are at work; pure.
+
+Nodes of one worker run one after the other, and so do nodes that take turns on devices: what one of them saves, all of
+them gain. So it is their sum that bounds a run, and the largest part of it that is worth making smaller.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+ALIKE = 0.02
+"""Shares that differ by less are alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BusyShare:
+    """How much of the time those are at work who can only work one after the other."""
+
+    share: float
+    """Of them together: 1 means that there is no time left."""
+    node: str
+    """The one of them that is at work most, and its own share."""
+    busy: float
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others than that node have a part in it."""
+        return self.share > self.busy + 0.01
+
+
+def heaviest(
+    busy: Mapping[str, float], beside: Mapping[str, float], grouped: Iterable[Sequence[str]]
+) -> list[BusyShare]:  # fmt: skip
+    """The load of each group of nodes, and of the processes that a node has beside its worker; the heaviest first.
+
+    >>> heaviest({"draw": 0.6, "judge": 0.4, "credit": 0.3}, {}, [["draw"], ["judge", "credit"]])[0].node
+    'judge'
+    """
+    own = {name: share - beside.get(name, 0.0) for name, share in busy.items()}
+    found = [BusyShare(share=busy[name], node=name, busy=busy[name]) for name in busy if beside.get(name)]
+    for group in grouped:
+        most = max(group, key=lambda name: own[name])
+        found.append(BusyShare(share=sum(own[name] for name in group), node=most, busy=busy[most]))
+    return sorted(found, key=lambda load: -load.share)
+
+
+def bounding(found: Sequence[BusyShare], order: Sequence[str]) -> str | None:
+    """The node that bounds a run; None where none has worked. order: that of the graph.
+
+    Of loads that are alike it is the last on the way: those before it are at work as long as the queue to it grows.
+
+    >>> found = [BusyShare(share=1.0, node="draw", busy=1.0), BusyShare(share=0.99, node="train", busy=0.99)]
+    >>> bounding(found, ["draw", "train"])
+    'train'
+    """
+    alike_ones = [load.node for load in found if load.share > found[0].share - ALIKE and load.busy > 0]
+    return max(alike_ones, key=list(order).index, default=None)
+
+
+def groups(names: Sequence[str], together: Iterable[Iterable[str]]) -> list[list[str]]:
+    """The names, in their order, with those in one group that have to be."""
+    group_of = {name: name for name in names}
+    for some in together:
+        joined = {group_of[name] for name in some if name in group_of}
+        first = next((name for name in names if group_of[name] in joined), "")
+        group_of = {name: first if group in joined else group for name, group in group_of.items()}
+    return [[name for name in names if group_of[name] == first] for first in dict.fromkeys(group_of.values())]
+
+
+def alike(workers: Mapping[str, Hashable]) -> list[list[str]]:
+    """Nodes that have the same workers."""
+    return [[name for name in workers if workers[name] == these] for these in dict.fromkeys(workers.values())]

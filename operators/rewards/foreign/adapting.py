@@ -1,0 +1,188 @@
+"""What the adapters share: what a foreign function takes, a scorer around it, prompts and completions as messages."""
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dataflow.errors import GraphError
+from dataflow.records import AnyArray
+from dataflow.scorer import Scorer, scorer
+from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Per
+from dataflow.scoring.signature import Noted, code_of, where_defined
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallLimits:
+    """What one call may take; as the knobs of `scorer`."""
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    memory_mb: int | None = DEFAULT_MEMORY_MB
+    concurrency: int = 1
+    processes: int = 1
+    retries: int = DEFAULT_RETRIES
+    world: tuple[type[BaseException], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keywords:
+    """The keywords that a function takes."""
+
+    needed: tuple[str, ...]
+    """Parameters without a default, and what it takes by name out of its `**keywords`."""
+    optional: frozenset[str]
+    """Parameters with one."""
+    takes_all: bool
+    """Whether it has `**keywords`."""
+
+    def wants(self, name: str) -> bool:
+        """Whether it names this keyword."""
+        return name in self.needed or name in self.optional
+
+    def accepts(self, name: str) -> bool:
+        """Whether it can be called with this keyword."""
+        return self.takes_all or self.wants(name)
+
+    def chosen(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Of these keywords those that it can be called with."""
+        return dict(given) if self.takes_all else {name: given[name] for name in given if self.wants(name)}
+
+    def columns(self, *own: str) -> list[str]:
+        """What it needs beside what its own system gives it: columns of the data."""
+        return [name for name in self.needed if name not in own]
+
+
+def taken_by(function: Callable[..., Any], system: str) -> Keywords:
+    """What a function takes; GraphError for what is no function, or takes something by position alone."""
+    if not callable(function):
+        raise GraphError(
+            f"a reward function of {system} is called, but {function!r:.60} is a {type(function).__name__}, which "
+            f"cannot be; name the function"
+        )
+    needed: list[str] = []
+    optional: set[str] = set()
+    rest = ""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise GraphError(
+                f"'{name_of(function)}' ({where_defined(function)}) takes '{parameter}' by position, but {system} "
+                f"gives keywords; let it take what it needs by name"
+            )
+        if parameter.kind is parameter.VAR_KEYWORD:
+            rest = parameter.name
+        elif parameter.default is parameter.empty:
+            needed.append(parameter.name)
+        else:
+            optional.add(parameter.name)
+    if rest:
+        needed += [name for name in _named_in(function, rest) if name not in needed]
+    return Keywords(needed=tuple(needed), optional=frozenset(optional), takes_all=bool(rest))
+
+
+def name_of(function: Any) -> str:
+    """What it is called."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def adapted(
+    call: Callable[..., Any], function: Any, *, reads: Collection[str], gives: Any, per: Per, name: str,
+    limits: CallLimits,
+) -> Scorer[..., Any]:  # fmt: skip
+    """A scorer that calls `call`, which calls `function`: it reads these columns, and gets all others that rows have.
+
+    Errors and pictures name the file and line of `function`.
+    """
+    kinds = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in dict.fromkeys(reads)]
+    shaped: Any = call
+    shaped.__name__ = shaped.__qualname__ = name_of(function)
+    shaped.__doc__ = inspect.getdoc(function)
+    shaped.__signature__ = inspect.Signature([*kinds, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
+    shaped.__annotations__ = {"return": gives}
+    if code_of(function) is not None:
+        shaped.__wrapped__ = function
+    return scorer(
+        name=name, per=per, rest=True, timeout_s=limits.timeout_s, memory_mb=limits.memory_mb,
+        concurrency=limits.concurrency, processes=limits.processes, retries=limits.retries, world=limits.world,
+    )(shaped)  # fmt: skip
+
+
+def note_of(facts: Mapping[str, Any]) -> str | None:
+    """Facts as the text of a note; None for none."""
+    return json.dumps(facts, ensure_ascii=False, default=str) if facts else None
+
+
+def gives_of(note: bool, has_lists: bool) -> Any:
+    """What a call is annotated to return."""
+    if has_lists:
+        return list[Noted] if note else list[float]
+    return Noted if note else float
+
+
+def messages_of(prompt: str) -> list[dict[str, Any]] | None:
+    """The chat messages that a prompt is made of; None for a plain text.
+
+    >>> messages_of('[{"role": "user", "content": "2+2="}]'), messages_of("[1, 2] has how many numbers?")
+    ([{'role': 'user', 'content': '2+2='}], None)
+    """
+    if not prompt.startswith("["):
+        return None
+    try:
+        found = json.loads(prompt)
+    except ValueError:
+        return None
+    is_chat = isinstance(found, list) and found and all(isinstance(each, dict) and "role" in each for each in found)
+    return found if is_chat else None
+
+
+def both_forms(prompt: str, completion: str) -> tuple[Any, Any]:
+    """A prompt and its completion, both as messages where the prompt is a chat, else both as texts."""
+    messages = messages_of(prompt)
+    if messages is None:
+        return prompt, completion
+    return messages, [{"role": "assistant", "content": completion}]
+
+
+def ids_of(tokens: AnyArray, mask: AnyArray) -> tuple[list[int], list[int]]:
+    """The ids of the prompt, and those from the first that the policy chose on."""
+    chosen = mask.nonzero()[0]
+    first = int(chosen[0]) if len(chosen) else len(tokens)
+    return tokens[:first].tolist(), tokens[first:].tolist()
+
+
+def plain(values: Any) -> list[Any]:
+    """A column as a list of Python's own values."""
+    return values.tolist() if isinstance(values, np.ndarray) else list(values)
+
+
+def nested(row: Mapping[str, Any], path: str) -> Any:
+    """The value at `column.key.key`; ValueError where it is not there."""
+    value: Any = row
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ValueError(f"the row has nothing at '{path}': it has {list(row)}; name another place")
+        value = value[part]
+    return value
+
+
+def _named_in(function: Any, rest: str) -> list[str]:
+    """What a function takes out of its `**rest` by `rest["name"]`, as its source says; nothing where there is none."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    return [
+        node.slice.value for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == rest
+        and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, str)
+    ]  # fmt: skip
