@@ -133,7 +133,7 @@ class Tracker:
 
     def log(self, figures: StepFigures) -> None:
         """Take in one line."""
-        raise NotImplementedError
+        raise TypeError(f"tracker {type(self).__name__} cannot be told figures: it has no method `log`; write one")
 
     def rollouts(self, table: RolloutTable) -> None:
         """Take in rollouts of a step, after its line."""
