@@ -1,0 +1,170 @@
+"""Environments and rollout functions of TRL, tasksets of verifiers: what the adapters make of them, no processes."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataflow.errors import GraphError
+from operators.environments.beside import trl_rollout as beside_trl
+from operators.environments.beside import verifiers_rollout as beside_verifiers
+from operators.environments.trl_form import trl_environment
+from operators.environments.trl_programs import trl_environments
+from operators.environments.verifiers_form import verifiers_environment
+from operators.episodes.chat import EpisodeOver
+
+
+class Counter:
+    """As a user of TRL writes one."""
+
+    def reset(self, target: int, **row: Any) -> str | None:
+        self.counter, self.target, self.row = 0, target, row
+        return f"Count to {target}."
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target)
+
+    def add(self, step: int) -> int:
+        """Adds.
+
+        Args:
+            step: How much.
+        """
+        if step < 0:
+            raise ValueError("no way back")
+        self.counter += step
+        return self.counter
+
+    async def look(self) -> str:
+        """Tells the counter."""
+        return str(self.counter)
+
+    def _hidden(self) -> None: ...
+
+
+class FakeChat:
+    """Says calls as they were given, and hears their results."""
+
+    def __init__(self, *turns: list[tuple[str, dict[str, Any]]]) -> None:
+        self.left, self.heard, self.rewritten = list(turns), list[str](), None
+
+    async def session(self, toolset: Any) -> Any:
+        self.worlds = await toolset.open()
+        return self.worlds
+
+    def rewrite(self, history: Any) -> None:
+        self.rewritten = history
+
+    async def say(self) -> Any:
+        if not self.left:
+            raise EpisodeOver("the policy has no turn left")
+        return SimpleNamespace(tool_calls=self.left.pop(0))
+
+    async def call(self, reply: Any) -> None:
+        for name, arguments in reply.tool_calls:
+            self.heard.append(await self.worlds.call(name, arguments, timeout_s=5.0, characters=100))
+
+
+CHAT = json.dumps([{"role": "user", "content": "Go. "}])
+
+
+def play(chat: FakeChat, **knobs: Any) -> Any:
+    world = trl_environment(Counter, **knobs)
+    return asyncio.run(world.function(chat, prompt=CHAT, target=3))
+
+
+def test_a_class_of_trls_is_reset_with_its_row_and_judges_what_its_tools_were_called_with() -> None:
+    chat = FakeChat([("add", {"step": 1}), ("add", {"step": 2})], [("look", {})], [])
+    assert play(chat) == 1.0
+    assert chat.heard == ["1", "3", "3"]
+    assert chat.rewritten == [{"role": "user", "content": "Go. Count to 3."}]
+    assert chat.worlds.world.row == {"prompt": json.loads(CHAT)}
+
+
+def test_what_a_method_raises_is_its_result_and_no_failure() -> None:
+    chat = FakeChat([("add", {"step": -1})], [])
+    assert play(chat) == 0.0 and chat.heard == ["{'error': 'no way back'}"]
+
+
+def test_an_environment_ends_after_its_rounds_of_calls_and_where_the_policy_has_no_turn_left() -> None:
+    chat = FakeChat(*[[("add", {"step": 1})]] * 5)
+    assert play(chat, rounds=3) == 1.0 and len(chat.left) == 1
+    chat = FakeChat(*[[("add", {"step": 1})]] * 3)
+    assert play(chat) == 1.0
+
+
+def test_an_environment_of_trls_reads_what_reset_names_and_writes_a_column_where_it_has_a_reward() -> None:
+    world = trl_environment(Counter, columns=("level",), name="count")
+    assert list(world.signature.annotations) == ["prompt", "target", "level"]
+    assert world.name == "count" and str(world.signature.output) == "double"
+    names = [each["function"]["name"] for each in world.tools[0].definitions()]
+    assert names == ["add", "look"]
+
+    class Bare:
+        def reset(self) -> None: ...
+
+    assert trl_environment(Bare).signature.output is None
+    with pytest.raises(GraphError, match="has a method reset"):
+        trl_environment(object)
+    with pytest.raises(GraphError, match="names nothing that is there"):
+        trl_environments("nowhere.py:WORLDS")
+
+
+def answered(place: str, body: dict[str, Any]) -> Any:
+    """A policy that says how long its prompt is."""
+    ids = [len(body["token_ids"])]
+    return {"choices": [{"token_ids": ids, "logprobs": {"content": [{"logprob": -0.5}]}}]}
+
+
+SETTINGS = {"tokenizer": "nowhere", "max_tokens": 4, "gives": "env_reward"}
+
+
+def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+    ids, drawn, logprobs, _ = trainer.vllm_generation.generate(prompts=[[1, 2]], images=None, num_generations=1)
+    assert (ids, drawn, logprobs) == ([[1, 2]], [[2]], [[[-0.5]]])
+    return {
+        "prompt_ids": ids, "completion_ids": [[2, 9]], "logprobs": [[-0.5, 0.0]], "env_mask": [[1, 0]],
+        "env_reward": [len(prompts)],
+    }  # fmt: skip
+
+
+def test_a_rollout_func_is_told_what_it_cannot_have_and_held_to_what_was_drawn(monkeypatch: Any) -> None:
+    monkeypatch.setattr(beside_trl, "ask", answered)
+    assert beside_trl.rolled_out(rollout, {"prompt": "a"}, SETTINGS) == 1
+
+    def lying(prompts: Any, trainer: Any) -> dict[str, Any]:
+        return {**rollout(prompts, trainer), "env_mask": [[1, 1]]}
+
+    with pytest.raises(ValueError, match="other tokens than the policy has said"):
+        beside_trl.rolled_out(lying, {"prompt": "a"}, SETTINGS)
+    with pytest.raises(ValueError, match="returned no .*logprobs"):
+        beside_trl.rolled_out(lambda prompts, trainer: {"prompt_ids": [[]]}, {"prompt": "a"}, SETTINGS)
+    with pytest.raises(AttributeError, match=r"trainer\.model cannot be had"):
+        beside_trl.rolled_out(lambda prompts, trainer: trainer.model, {"prompt": "a"}, SETTINGS)
+
+
+def episode(*rewards: float | None, ok: bool = True, errors: Any = ()) -> Any:
+    values = {str(at): None if each is None else SimpleNamespace(value=each) for at, each in enumerate(rewards)}
+    trace = SimpleNamespace(rewards=values, errors=[], agent=SimpleNamespace(trainable=True))
+    return SimpleNamespace(ok=ok, errors=list(errors), traces=[trace])
+
+
+def test_a_trace_of_verifiers_is_worth_the_sum_of_its_rewards_or_nothing_or_has_failed() -> None:
+    assert beside_verifiers.reward_of(episode(1.0, None, 0.5)) == 1.5
+    assert beside_verifiers.reward_of(episode(None)) is None
+    error = SimpleNamespace(type="SandboxError", message="no\nbox")
+    with pytest.raises(beside_verifiers.RolloutFailed, match="SandboxError: no box"):
+        beside_verifiers.reward_of(episode(1.0, ok=False, errors=[error]))
+
+
+def test_a_taskset_of_verifiers_runs_in_the_interpreter_that_was_named(tmp_path: Path) -> None:
+    world = verifiers_environment("addition-v1", python="/usr/bin/env", path=[str(tmp_path)])
+    assert world.python == "/usr/bin/env" and json.loads(world.what)["path"] == [str(tmp_path)]
+    assert world.env["PATH"].startswith("/usr/bin")
+    with pytest.raises(GraphError, match="could not list the tasks of 'reward'"):
+        world.tasks(1)
+    with pytest.raises(GraphError, match="has no tokenizer"):
+        verifiers_environment("addition-v1", python="python", client="train")
