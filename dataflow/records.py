@@ -38,6 +38,7 @@ VALUES = "values"
 DROP_REASON = "drop_reason"
 TURN = "turn"
 TURN_REWARD = "turn_reward"
+TRAINING_ROW = "training_row"
 OF_SOURCE = "of_source"
 OF_GROUP = "of_group"
 SEED = "seed"
@@ -73,6 +74,7 @@ ROLLOUT_COLUMNS: Columns = {
 EPISODE_COLUMNS: Columns = {
     TURN: pa.list_(pa.int32()),  # by token, which of the policy's turns it is of; -1 where the mask is false
     TURN_REWARD: TOKEN_NUMBERS,  # at the last token of a turn, what the episode gave for it; 0 elsewhere
+    TRAINING_ROW: pa.list_(pa.int32()),  # by token, which of the rollout's sequences it is of: 0, 1, ... side by side
 }
 
 TURN_REQUEST: Columns = {

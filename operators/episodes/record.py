@@ -46,6 +46,8 @@ SCHEMA = pa.schema(
         (TURN, pa.int32()),
         ("mark", pa.int64()),  # of the prompt's tokens and the seed
         ("heard", pa.list_(pa.string())),
+        ("rewritten", pa.string()),
+        ("begins", pa.bool_()),
         (MOST_TOKENS, pa.int32()),
         ("given", pa.list_(pa.int32())),
         (TOKENS, pa.list_(pa.int32())),
@@ -124,6 +126,8 @@ def _batch(turns: Sequence[KeptTurn]) -> pa.RecordBatch:
         TURN: pa.array([kept.number for kept in turns], pa.int32()),
         "mark": pa.array([kept.mark for kept in turns], pa.int64()),
         "heard": pa.array([list(kept.turn.heard) for kept in turns], pa.list_(pa.string())),
+        "rewritten": pa.array([kept.turn.rewritten for kept in turns], pa.string()),
+        "begins": pa.array([kept.turn.begins for kept in turns], pa.bool_()),
         MOST_TOKENS: pa.array([kept.turn.most for kept in turns], pa.int32()),
         "given": pa.array([kept.turn.given for kept in turns], pa.list_(pa.int32())),
         COMPLETION: pa.array([kept.turn.text for kept in turns], pa.string()),
@@ -144,13 +148,14 @@ def drawn_tokens(rows: pa.RecordBatch) -> list[RolloutTokens]:
 
 
 def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
-    names = (GROUP_ID, POSITION, TURN, "mark", "heard", MOST_TOKENS, COMPLETION, FINISH_REASON, TEMPERATURE)
+    names = (GROUP_ID, POSITION, TURN, "mark", "heard", "rewritten", "begins", MOST_TOKENS, COMPLETION, FINISH_REASON,
+             TEMPERATURE)  # fmt: skip
     columns = [rows.column(name).to_pylist() for name in names]
     given = rows.column("given")
     for row, (tokens, *values) in enumerate(zip(drawn_tokens(rows), *columns, strict=True)):
-        group, position, number, mark, heard, most, text, reason, temperature = values
+        group, position, number, mark, heard, rewritten, begins, most, text, reason, temperature = values
         turn = SaidTurn(
-            heard=tuple(heard), most=most, given=given[row].values.to_numpy(), tokens=tokens, text=text,
-            finish_reason=reason, temperature=temperature,
+            heard=tuple(heard), most=most, rewritten=rewritten, begins=begins, given=given[row].values.to_numpy(),
+            tokens=tokens, text=text, finish_reason=reason, temperature=temperature,
         )  # fmt: skip
         yield KeptTurn(group, position, number, mark, turn)

@@ -26,6 +26,7 @@ from dataflow.records import (
     SEED,
     TEMPERATURE,
     TOKENS,
+    TRAINING_ROW,
     TURN,
     TURN_REQUEST,
     TURN_REWARD,
@@ -36,11 +37,12 @@ from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
+from dataflow.tokens.training_rows import end_to_end
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
-from operators.episodes.dialogue import Dialogue, TurnRequest
+from operators.episodes.dialogue import Dialogue, TurnRequest, turn_rewards
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
 from operators.episodes.words import ChatWords, PlainWords, Words
@@ -65,6 +67,8 @@ class LiveEpisode:
     """Of its prompt, for the function."""
     asked: Asked | None = None
     """The question that its function waits with."""
+    number: int = 0
+    """The turn of the policy's that it waits for."""
     request: int | None = None
     """The turn that the generator draws for it."""
     error: str | None = None
@@ -112,8 +116,8 @@ class EpisodesRuntime(Runtime):
         """By object of a group, its episodes."""
         self._kept: dict[str, list[KeptTurn]] = {}
         """By source, turns that are not written down."""
-        self._told: list[tuple[LiveEpisode, int]] = []
-        """Episodes whose turn of this number was drawn, and that have not heard of it."""
+        self._told: list[tuple[LiveEpisode, int, str | None]] = []
+        """Episodes whose turn of this number was drawn, and that have not heard of it: what it says, if anything."""
         self._begun: dict[str, list[int]] = {}
         self._owed = self._turns = self._failed = self._numbered = self._played = 0
 
@@ -192,10 +196,10 @@ class EpisodesRuntime(Runtime):
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
         words: Words = self._plain
         if self._form is not None and len(group.prompt):
-            words = ChatWords(self._form, prompt)
+            words = ChatWords(self._form, prompt, past=self._episode.past)
         talk = Dialogue(
             key=key, prompt=group.prompt, max_turns=self._episode.max_turns,
-            max_tokens=self._episode.max_tokens or UNBOUNDED, given=words.given,
+            max_tokens=self._episode.max_tokens or UNBOUNDED, context=words.context,
         )  # fmt: skip
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
 
@@ -230,16 +234,18 @@ class EpisodesRuntime(Runtime):
         """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
         each = self._live[asked.job]
         question = TurnQuestion.of(asked.body)
-        each.talk.rewards = question.rewards
+        each.talk.rewards, number = question.rewards, len(question.rewards)
         try:
-            found = each.talk.ask(asked.number, question.heard, question.most)
+            found = each.talk.ask(number, question.heard, question.most, question.rewritten)
         except ChatError as error:
             each.error, found = str(error), None
+        if each.talk.waiting is None:
+            self._withdraw(each)
         if not isinstance(found, TurnRequest):
             self._played += found is not None
             self._worlds.tell(asked, told(found))
             return
-        each.asked = asked
+        each.asked, each.number = asked, number
         if each.request != found.number:
             self._withdraw(each)
             each.request = found.number
@@ -257,12 +263,12 @@ class EpisodesRuntime(Runtime):
             if each is None:
                 continue
             self._withdraw(each)
-            group, at = each.group, len(each.talk.turns)
-            self._told.append((each, at))
+            assert each.talk.waiting is not None, "it was asked for"
+            group, at = each.group, each.talk.waiting.at
             if error is not None:
                 each.error = error
-                continue
-            turn = each.talk.answer(tokens, text, reason, temperature)
+            turn = None if error is not None else each.talk.answer(tokens, text, reason, temperature)
+            self._told.append((each, at, None if turn is None else turn.text))
             if turn is None:
                 continue
             self._turns += 1
@@ -277,11 +283,9 @@ class EpisodesRuntime(Runtime):
         for source, kept in self._kept.items():
             self._files[source].append(kept)
         drawn, self._kept, self._told = self._told, {}, []
-        for each, number in drawn:
-            if each.asked is not None and each.asked.number == number:
-                turns = each.talk.turns
-                is_over = each.error is not None or number == len(turns)
-                self._worlds.tell(each.asked, told(None if is_over else turns[number].text))
+        for each, number, text in drawn:
+            if each.asked is not None and each.number == number:
+                self._worlds.tell(each.asked, told(text))
         return bool(drawn)
 
     def _withdraw(self, each: LiveEpisode) -> None:
@@ -308,10 +312,11 @@ class EpisodesRuntime(Runtime):
             self._failed += 1
         else:
             outcome = Outcome.of(answer.body)
-            talk.rewards, each.returned, tail = outcome.rewards, outcome.returned, outcome.heard
+            each.returned, tail = outcome.returned, outcome.heard
+            talk.end(outcome.rewards)
             reason = TOO_LONG if outcome.is_over else STOPPED
         group.rows[each.position] = EndedRollout(
-            tokens=talk.tokens(), start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
+            tokens=end_to_end(talk.rows())[0], start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
         )
         group.left -= 1
         if not group.left:
@@ -341,13 +346,14 @@ class EpisodesRuntime(Runtime):
         temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
         at = batch.schema.get_field_index(TEMPERATURE)
         batch = batch.set_column(at, batch.schema.field(at), temperatures)
-        none: AnyArray = np.zeros(0)
-        has_turns = [bool(len(tokens)) for tokens in batch.column(TOKENS)]
-        pairs = list(zip(episodes, has_turns, strict=True))
-        turns = [each.talk.turn_numbers() if has else none for each, has in pairs]
-        rewards = [each.talk.turn_rewards() if has else none for each, has in pairs]
-        batch = batch.append_column(TURN, pa.array(turns, EPISODE_COLUMNS[TURN]))
-        batch = batch.append_column(TURN_REWARD, pa.array(rewards, EPISODE_COLUMNS[TURN_REWARD]))
+        laid = [end_to_end(each.talk.rows())[1:] for each in episodes]
+        made = {
+            TURN: [turns for turns, _ in laid],
+            TURN_REWARD: [turn_rewards(turns, each.talk.rewards) for each, (turns, _) in zip(episodes, laid, strict=True)],
+            TRAINING_ROW: [rows for _, rows in laid],
+        }  # fmt: skip
+        for name, kind in EPISODE_COLUMNS.items():
+            batch = batch.append_column(name, pa.array(made[name], kind))
         output = self._episode.signature.output
         if output is None:
             return batch

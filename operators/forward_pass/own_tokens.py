@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import OperatorError
-from dataflow.records import COMPLETION, LOGPROBS, MASK, TOKENS, AnyArray, list_lengths
+from dataflow.records import COMPLETION, LOGPROBS, MASK, TOKENS, AnyArray
+from dataflow.tokens.training_rows import unfolded
 from operators.forward_pass.query import ModelQuery, lists
 from operators.training.learner.learner import Forward
 from operators.training.learner.rows import step_rows
@@ -30,14 +31,17 @@ class OwnTokens:
 
     def ask(self, rows: pa.RecordBatch) -> ModelQuery:
         """Those rows that are short enough. Raises OperatorError when the tokens are not this model's."""
-        lengths = list_lengths(rows.column(TOKENS))
+        found = step_rows([rows], (LOGPROBS,))
+        lengths = found.longest_R
         fits = np.ones(len(lengths), bool) if self._most is None else lengths <= self._most
-        found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
+        if not fits.all():
+            found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
+        begins, rollouts = unfolded(found.offsets, found.cuts_S)
         left = found.tokens.sampling_mask
         self._check(rows, found.tokens.ids if left is None else np.r_[found.tokens.ids, left.ids])
         return ModelQuery(
-            tokens_S=found.tokens.ids, read_S=found.chosen_S, offsets=found.offsets, groups_R=found.groups_R,
-            row_R=np.flatnonzero(fits), left_S=left,
+            tokens_S=found.tokens.ids, read_S=found.chosen_S, offsets=begins, groups_R=found.groups_R[rollouts],
+            row_R=np.flatnonzero(fits)[rollouts], left_S=left,
             failures={
                 row: f"the rollout has {lengths[row]} tokens, but '{self._model}' takes {self._most}; lower max_tokens"
                 for row in np.flatnonzero(~fits).tolist()
@@ -46,7 +50,7 @@ class OwnTokens:
 
     def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """A number per token, 0 where the policy chose none."""
-        return lists(numbers_S, asked.offsets)
+        return lists(numbers_S, np.r_[asked.offsets[:-1][asked.firsts], asked.offsets[-1]])
 
     def _check(self, rows: pa.RecordBatch, ids: AnyArray) -> None:
         largest = int(ids.max(initial=0))

@@ -82,6 +82,26 @@ def test_where_the_policy_drew_from_few_ids_the_distribution_is_over_these_alone
     assert sum(kept is not None for kept in row["sampling_mask"]) == 2
 
 
+def test_a_rollout_of_several_training_rows_has_the_logprobs_of_each(reference: Model) -> None:
+    """The second row has another beginning; where no row is longer than the model takes, their sum may be."""
+    (row,) = rollouts(0, ("b2=c",)).to_pylist()
+    other = [row["tokens"][2], *row["tokens"]]
+    mask = [False, *row["mask"]]
+    both = {
+        **row, "tokens": row["tokens"] + other, "mask": row["mask"] + mask, "logprobs": [0.0] * (2 * len(mask) - 1),
+        "versions": [0] * (2 * len(mask) - 1), "training_row": [0] * len(row["mask"]) + [1] * len(mask),
+    }  # fmt: skip
+    kinds = pa.schema([*rollouts(0).schema, pa.field("training_row", pa.list_(pa.int32()))])
+    group = pa.RecordBatch.from_pylist([both, {**both, "position": 1, "rollout_id": 1}], schema=kinds)
+    module = load_model(reference)
+    wanted = plain_logprobs(module, row) + plain_logprobs(module, {"tokens": other, "mask": mask})
+    made = forwarding(Logprobs(reference))
+    made.runtime._reading._most = len(other)  # type: ignore[attr-defined]
+    found = made.run(group)
+    assert lists_of(found, "error") == [None, None]
+    np.testing.assert_allclose(lists_of(found, "ref_logprobs"), [wanted, wanted], atol=1e-5)
+
+
 @pytest.mark.parametrize("most_logits", [policy_module.MOST_LOGITS, 0], ids=["whole", "sliced"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_equal_weights_they_are_the_trainers_bit_for_bit(

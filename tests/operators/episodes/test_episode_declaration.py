@@ -100,7 +100,7 @@ def test_called_without_a_stream_it_is_the_function() -> None:
 def test_what_is_returned_and_what_is_a_turn_are_columns() -> None:
     g, _ = graph(top_k=4, sampling_mask=True)
     columns = next(call.output.columns for call in g.calls if call.operator.name == "guess")
-    assert list(columns)[-4:] == ["sampling_mask", "turn", "turn_reward", "guess"]
+    assert list(columns)[-5:] == ["sampling_mask", "turn", "turn_reward", "training_row", "guess"]
 
 
 async def plain(chat: Any, answer: str) -> None: ...
@@ -139,6 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a column's type": (lambda: applied(guess, columns={"answer": int}), "reads column 'answer' as str .*; change the"),
     "no turns": (lambda: applied(dataclasses.replace(guess, max_turns=0)), "has max_turns=0; give a whole number"),
     "no time": (lambda: applied(dataclasses.replace(guess, timeout_s=0)), "has timeout_s=0; give seconds above 0"),
+    "another past": (lambda: applied(dataclasses.replace(guess, past="kept")), "has past='kept'; give one of .'sampled'"),
     "processes inside the worker": (
         lambda: applied(dataclasses.replace(guess, isolate=False, processes=2)), "but isolate=False; leave isolate=T",
     ),
