@@ -1,4 +1,4 @@
-"""One rollout of an episode as it comes about, turn by turn: pure, without processes and sockets.
+"""One conversation of an episode as it comes about, turn by turn: pure, without processes and sockets.
 
 The function runs elsewhere, and may run again: after its process ended, or in a run that goes on. What it was told is
 told to it again, as long as the world says what it said before; from the first difference on the policy's turns are
@@ -81,10 +81,10 @@ rewritten before that: `Words.context`."""
 
 @dataclass(kw_only=True)
 class Dialogue:
-    """What the policy and the world said in one rollout."""
+    """What the policy and the world said in one conversation."""
 
     key: str
-    """Seed of the run, source, group and position."""
+    """Seed of the run, source, group, position and conversation."""
     prompt: AnyArray
     """Tokens."""
     max_turns: int
@@ -92,7 +92,10 @@ class Dialogue:
     """That the policy may say in all turns together."""
     context: Context
     turns: list[SaidTurn] = field(default_factory=list)
-    rewards: Sequence[float] = ()
+    inherited: int = 0
+    """How many of these are of the conversation that it branched from, which are no part of its own."""
+    temperature: float | None = None
+    """At which its next turn is sampled; None: as the generator samples then."""
     waiting: WaitingTurn | None = None
     full: int | None = None
     """The request that found no room in the context."""
@@ -106,8 +109,8 @@ class Dialogue:
             return self.turns[number].text
         self.waiting = None
         turns = self.turns[:number]
-        left = self.max_tokens - sum(len(turn.tokens) for turn in turns)
-        if number >= self.max_turns or left < 1:
+        left = self.max_tokens - sum(len(turn.tokens) for turn in turns[self.inherited :])
+        if number - self.inherited >= self.max_turns or left < 1:
             return None
         tokens = self.context(self.prompt, turns, heard, rewritten).astype(np.int32)
         room = left if most is None else min(most, left)
@@ -122,13 +125,7 @@ class Dialogue:
             given=tokens[len(before) :] if goes_on else tokens,
         )  # fmt: skip
         seed = xxhash.xxh3_64_intdigest(turn.encode()) - (1 << 63)
-        temperature = turns[0].temperature if turns else None
-        return TurnRequest(number=checksum, seed=seed, tokens=tokens, most=room, temperature=temperature)
-
-    @property
-    def temperature(self) -> float | None:
-        """At which its turns were sampled; None before the first."""
-        return self.turns[0].temperature if self.turns else None
+        return TurnRequest(number=checksum, seed=seed, tokens=tokens, most=room, temperature=self.temperature)
 
     def answer(
         self, tokens: RolloutTokens, text: str, finish_reason: str, temperature: float | None = None
@@ -147,27 +144,31 @@ class Dialogue:
         self.turns[asked.at :] = [turn]
         return turn
 
-    def end(self, rewards: Sequence[float]) -> None:
+    @property
+    def own(self) -> list[SaidTurn]:
+        """Its turns that are not of the conversation that it branched from."""
+        return self.turns[self.inherited :]
+
+    def end(self, turns: int) -> None:
         """The function has returned, having had so many turns: what an earlier run of it had behind these is no part
         of the rollout."""
-        self.rewards = rewards
-        del self.turns[len(rewards) :]
+        del self.turns[self.inherited + turns :]
 
-    def rows(self) -> list[TrainingRow]:
-        """Its training rows; of one in which the policy said nothing, the prompt. What the world said after the last
-        turn is not among them."""
+    def rows(self, first: int = 0) -> list[TrainingRow]:
+        """Its training rows in which the policy said something, its own turns numbered from `first`. What the world said
+        after the last turn is not among them."""
         found: list[list[tuple[RolloutTokens, int]]] = [[(RolloutTokens.given(self.prompt), NO_TURN)]]
-        for number, turn in enumerate(self.turns):
+        for at, turn in enumerate(self.turns, -self.inherited):
             if turn.begins:
                 found.append([])
-            found[-1] += [(RolloutTokens.given(turn.given), NO_TURN), (turn.tokens, number)]
-        if self.turns and self.turns[0].begins:
-            del found[0]
-        return [TrainingRow.of(parts) for parts in found]
+            said = (turn.tokens, first + at) if at >= 0 else (RolloutTokens.given(turn.tokens.ids), NO_TURN)
+            found[-1] += [(RolloutTokens.given(turn.given), NO_TURN), said]
+        rows = [TrainingRow.of(parts) for parts in found]
+        return [row for row in rows if (row.turns != NO_TURN).any()]
 
     def text(self, last: Sequence[str] = ()) -> str:
-        """What was said and heard after the prompt, in its order. last: heard after the last turn."""
-        return "".join([*("".join(turn.heard) + turn.text for turn in self.turns), *last])
+        """What was said and heard in its own turns, in their order. last: heard after the last turn."""
+        return "".join([*("".join(turn.heard) + turn.text for turn in self.own), *last])
 
 
 def row_ids(prompt: AnyArray, turns: Sequence[SaidTurn]) -> AnyArray:

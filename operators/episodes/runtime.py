@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from dataflow.records import (
@@ -26,26 +25,22 @@ from dataflow.records import (
     SEED,
     TEMPERATURE,
     TOKENS,
-    TRAINING_ROW,
-    TURN,
     TURN_REQUEST,
-    TURN_REWARD,
-    AnyArray,
     schema,
 )
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
-from dataflow.tokens.training_rows import end_to_end
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
-from operators.episodes.dialogue import Dialogue, TurnRequest, turn_rewards
+from operators.episodes.dialogue import TurnRequest
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
-from operators.episodes.words import ChatWords, PlainWords, Words
+from operators.episodes.talks import Talks
+from operators.episodes.words import Beginnings, PlainWords
 from operators.episodes.worlds import row_bytes, worlds_of
 from operators.generation import groups
 from operators.generation.groups import PromptGroup
@@ -62,13 +57,13 @@ class LiveEpisode:
 
     group: PromptGroup
     position: int
-    talk: Dialogue
+    talk: Talks
     columns: bytes
     """Of its prompt, for the function."""
     asked: Asked | None = None
     """The question that its function waits with."""
-    number: int = 0
-    """The turn of the policy's that it waits for."""
+    turn: tuple[int, int] = (0, 0)
+    """The conversation and the turn of the policy's in it that it waits for."""
     request: int | None = None
     """The turn that the generator draws for it."""
     error: str | None = None
@@ -116,8 +111,8 @@ class EpisodesRuntime(Runtime):
         """By object of a group, its episodes."""
         self._kept: dict[str, list[KeptTurn]] = {}
         """By source, turns that are not written down."""
-        self._told: list[tuple[LiveEpisode, int, str | None]] = []
-        """Episodes whose turn of this number was drawn, and that have not heard of it: what it says, if anything."""
+        self._told: list[tuple[LiveEpisode, tuple[int, int], str | None]] = []
+        """Episodes whose turn was drawn, and that have not heard of it: what it says, if anything."""
         self._begun: dict[str, list[int]] = {}
         self._owed = self._turns = self._failed = self._numbered = self._played = 0
 
@@ -194,12 +189,9 @@ class EpisodesRuntime(Runtime):
 
     def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, prompt: str) -> LiveEpisode:
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
-        words: Words = self._plain
-        if self._form is not None and len(group.prompt):
-            words = ChatWords(self._form, prompt, past=self._episode.past)
-        talk = Dialogue(
-            key=key, prompt=group.prompt, max_turns=self._episode.max_turns,
-            max_tokens=self._episode.max_tokens or UNBOUNDED, context=words.context,
+        talk = Talks(
+            key=key, max_turns=self._episode.max_turns, max_tokens=self._episode.max_tokens or UNBOUNDED,
+            begin=Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt),
         )  # fmt: skip
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
 
@@ -213,7 +205,7 @@ class EpisodesRuntime(Runtime):
             return
         for position, turns in files.find(group.group_id, self._mark(group)).items():
             if position < len(episodes):
-                episodes[position].talk.turns = turns
+                episodes[position].talk.recall(turns)
 
     def _await(self, each: LiveEpisode) -> None:
         source, self._numbered = each.group.source, self._numbered + 1
@@ -234,18 +226,20 @@ class EpisodesRuntime(Runtime):
         """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
         each = self._live[asked.job]
         question = TurnQuestion.of(asked.body)
-        each.talk.rewards, number = question.rewards, len(question.rewards)
         try:
-            found = each.talk.ask(number, question.heard, question.most, question.rewritten)
+            found = each.talk.ask(
+                question.heard, question.most, rewards=question.rewards, rewritten=question.rewritten,
+                conversation=question.conversation, origin=question.origin,
+            )  # fmt: skip
         except ChatError as error:
             each.error, found = str(error), None
-        if each.talk.waiting is None:
+        if not each.talk.is_drawing(each.turn[0]):
             self._withdraw(each)
         if not isinstance(found, TurnRequest):
             self._played += found is not None
             self._worlds.tell(asked, told(found))
             return
-        each.asked, each.number = asked, number
+        each.asked, each.turn = asked, (question.conversation, len(question.rewards[question.conversation]))
         if each.request != found.number:
             self._withdraw(each)
             each.request = found.number
@@ -263,19 +257,18 @@ class EpisodesRuntime(Runtime):
             if each is None:
                 continue
             self._withdraw(each)
-            assert each.talk.waiting is not None, "it was asked for"
-            group, at = each.group, each.talk.waiting.at
+            group, talk = each.group, each.talk
             if error is not None:
                 each.error = error
-            turn = None if error is not None else each.talk.answer(tokens, text, reason, temperature)
-            self._told.append((each, at, None if turn is None else turn.text))
-            if turn is None:
+            kept = None if error is not None else talk.answer(each.turn[0], tokens, text, reason, temperature)
+            self._told.append((each, each.turn, None if kept is None else kept.turn.text))
+            if kept is None:
                 continue
             self._turns += 1
             if group.source in self._files and not group.batch.records.column(ROUND_SIZE)[group.row].as_py():
-                kept = KeptTurn(group.group_id, each.position, at, self._mark(group), turn)
-                self._kept.setdefault(group.source, []).append(kept)
-            if at == 0:
+                made = KeptTurn(group.group_id, each.position, self._mark(group), kept)
+                self._kept.setdefault(group.source, []).append(made)
+            if sum(map(len, talk.rewards)) == 0:
                 self._begun.setdefault(group.source, []).append(group.group_id)
 
     def _tell(self) -> bool:
@@ -283,8 +276,8 @@ class EpisodesRuntime(Runtime):
         for source, kept in self._kept.items():
             self._files[source].append(kept)
         drawn, self._kept, self._told = self._told, {}, []
-        for each, number, text in drawn:
-            if each.asked is not None and each.number == number:
+        for each, turn, text in drawn:
+            if each.asked is not None and each.turn == turn:
                 self._worlds.tell(each.asked, told(text))
         return bool(drawn)
 
@@ -304,7 +297,7 @@ class EpisodesRuntime(Runtime):
             return
         self._withdraw(each)
         talk, group = each.talk, each.group
-        tail: Sequence[str] = ()
+        tail: Sequence[Sequence[str]] = ()
         error = each.error or next((f"{self._name}: {text}" for text in answer.failures.values()), None)
         reason = STOPPED
         if error is not None:
@@ -316,7 +309,7 @@ class EpisodesRuntime(Runtime):
             talk.end(outcome.rewards)
             reason = TOO_LONG if outcome.is_over else STOPPED
         group.rows[each.position] = EndedRollout(
-            tokens=end_to_end(talk.rows())[0], start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
+            tokens=talk.columns()[0], start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
         )
         group.left -= 1
         if not group.left:
@@ -346,14 +339,9 @@ class EpisodesRuntime(Runtime):
         temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
         at = batch.schema.get_field_index(TEMPERATURE)
         batch = batch.set_column(at, batch.schema.field(at), temperatures)
-        laid = [end_to_end(each.talk.rows())[1:] for each in episodes]
-        made = {
-            TURN: [turns for turns, _ in laid],
-            TURN_REWARD: [turn_rewards(turns, each.talk.rewards) for each, (turns, _) in zip(episodes, laid, strict=True)],
-            TRAINING_ROW: [rows for _, rows in laid],
-        }  # fmt: skip
+        laid = [each.talk.columns()[1] for each in episodes]
         for name, kind in EPISODE_COLUMNS.items():
-            batch = batch.append_column(name, pa.array(made[name], kind))
+            batch = batch.append_column(name, pa.array([columns[name] for columns in laid], kind))
         output = self._episode.signature.output
         if output is None:
             return batch

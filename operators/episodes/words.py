@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from dataflow.records import AnyArray
 from operators.chat.chat_format import ChatFormat, Message
 from operators.chat.conversation import Conversation, Past
-from operators.episodes.dialogue import SaidTurn, row_ids
+from operators.episodes.dialogue import Context, SaidTurn, row_ids
 
 KEPT_TEXTS = 4096
 """Short texts whose tokens are kept: worlds repeat themselves."""
@@ -35,14 +36,14 @@ class PlainWords:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._encode = functools.lru_cache(KEPT_TEXTS)(self._encoded)
+        self.encode = functools.lru_cache(KEPT_TEXTS)(self._encoded)
 
     def context(
         self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None = None
     ) -> AnyArray:
         """As `Words.context`."""
         if rewritten is None:
-            return np.concatenate([row_ids(prompt, turns), *map(self._encode, heard)])
+            return np.concatenate([row_ids(prompt, turns), *map(self.encode, heard)])
         begin, stands = prompt, list[SaidTurn]()
         for turn in turns:
             begin, stands = self._rewritten(begin, stands, turn.rewritten)
@@ -50,8 +51,8 @@ class PlainWords:
         begin, stands = self._rewritten(begin, stands, rewritten)
         said: list[AnyArray] = []
         for place, turn in enumerate(stands):
-            said += [*(map(self._encode, turn.heard) if place else ()), turn.tokens.ids]
-        return np.concatenate([begin, *said, *map(self._encode, heard)])
+            said += [*(map(self.encode, turn.heard) if place else ()), turn.tokens.ids]
+        return np.concatenate([begin, *said, *map(self.encode, heard)])
 
     def _rewritten(
         self, begin: AnyArray, turns: list[SaidTurn], rewritten: str | None
@@ -62,19 +63,44 @@ class PlainWords:
         how = json.loads(rewritten)
         if "keep" in how:
             return begin, turns[len(turns) - how["keep"] :]
-        return self._encode(how["text"]), []
+        return self.encode(how["text"]), []
 
     def _encoded(self, text: str) -> AnyArray:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
+@dataclass(frozen=True)
+class Beginnings:
+    """How the conversations of one rollout begin."""
+
+    plain: PlainWords
+    form: ChatFormat | None
+    """Where prompts are messages."""
+    past: Past
+    prompt: AnyArray
+    """Tokens."""
+    text: str
+    """The prompt as it was given."""
+
+    def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
+        """Tokens that a conversation begins with, and what lays it out; history: `talks.Origin`. Raises ChatError."""
+        how = {} if history is None else json.loads(history)
+        if self.form is None or not len(self.prompt):
+            return self.plain.encode(how["text"]) if how else self.prompt, self.plain.context
+        if not how:
+            return self.prompt, ChatWords(self.form, json.loads(self.text), past=self.past).context
+        words = ChatWords(self.form, _messages(how), past=self.past)
+        return words.context(np.zeros(0, np.int32), (), ()), words.context
+
+
 class ChatWords:
     """What was heard as a message of the user's, laid out by a chat template behind what was sampled."""
 
-    def __init__(self, form: ChatFormat, prompt: str, *, past: Past = "sampled") -> None:
-        """prompt: messages as JSON. past: what becomes of turns that the template writes otherwise later."""
-        self._form, self._messages, self._past = form, json.loads(prompt), past
-        self._talk = Conversation(form, self._messages, past=past)
+    def __init__(self, form: ChatFormat, messages: Sequence[Message], *, past: Past = "sampled") -> None:
+        """messages: that the conversation begins with. past: what becomes of turns that the template writes otherwise
+        later."""
+        self._form, self._messages, self._past = form, messages, past
+        self._talk = Conversation(form, messages, past=past)
         self._begin = len(self._messages)
         """Messages that the conversation began with, or was rewritten to."""
         self._had: list[SaidTurn] = []
@@ -112,7 +138,7 @@ class ChatWords:
             if "keep" in how:
                 messages = self._kept(how["keep"])
             else:
-                messages = how.get("messages") or [{"role": "user", "content": how["text"]}]
+                messages = _messages(how)
                 self._begin = len(messages)
             self._talk.rewrite(messages)
         if heard:
@@ -124,3 +150,8 @@ class ChatWords:
         messages = self._talk.messages
         said = [at for at in range(self._begin, len(messages)) if messages[at].get("role") == "assistant"]
         return [*messages[: self._begin], *(messages[said[-turns] :] if turns else ())]
+
+
+def _messages(how: Mapping[str, Any]) -> list[Message]:
+    """Of a history as `chat.rewriting` has it."""
+    return how.get("messages") or [{"role": "user", "content": how["text"]}]

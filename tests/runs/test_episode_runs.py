@@ -26,7 +26,7 @@ from dataflow.folder.faults import read_faults
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
 from operators import Evaluate, Generator, Prompts, Trainer, episode
-from operators.credit import advantage
+from operators.credit import advantage, conversation_advantage
 from operators.episodes.declaration import Episode
 from operators.losses import aipo
 
@@ -266,6 +266,54 @@ def test_an_episode_whose_context_is_full_goes_on_with_what_it_keeps(policy: Pat
     for row in found:
         lengths = np.bincount(row["training_row"])
         assert lengths.max() <= 64 and len(lengths) == row["crowded"] + 1
+
+
+@episode(max_turns=8)
+async def game(chat: Any, answer: str, prompt: str) -> float:
+    """Two players in turn, and two tries behind a first word."""
+    await chat.say(max_tokens=3)
+    for branch in chat.branch(2):
+        branch.hear("or ")
+        said = await branch.say(max_tokens=3)
+        branch.reward(float(len(said)))
+    white, black = chat.agent("white", f"{prompt}w="), chat.agent("black", f"{prompt}b=")
+    for _ in range(2):
+        black.hear(await white.say(max_tokens=3))
+        white.hear(await black.say(max_tokens=3))
+    white.reward(float(answer))
+    black.reward(-float(answer))
+    return float(white.turns)
+
+
+def test_agents_and_branches_of_an_episode_are_trained_to_the_id_each_behind_what_it_saw(policy: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    g = Graph("game")
+    generator = Generator(Model(str(policy)).frozen(), group_size=4, max_tokens=8, slots=16)
+    made = conversation_advantage(game(generator, g.source(Prompts(rows(4), columns=("answer",), epochs=1))))
+    found = collect(made, rows=16).to_pylist()
+    for row in found:
+        assert (row["error"], row["finish_reason"], row["game"]) == (None, "stop", 2.0)
+        exact(row, model, turns=7)
+        assert row["row_conversation"] == [0, 1, 2, 3, 4]
+        assert row["row_role"] == ["", "", "", "white", "black"] and row["row_branch_turn"] == [-1, 0, 0, -1, -1]
+        chosen, numbers = np.array(row["mask"]), np.array(row["training_row"])
+        advantages = np.array(row["advantage"])
+        assert not advantages[~chosen].any() and len({*advantages[chosen & (numbers == 1)]}) == 1
+        assert sum(advantages[np.flatnonzero(chosen & (numbers == at))[0]] for at in (1, 2)) == pytest.approx(0.0)
+
+
+def test_a_run_of_episodes_with_several_conversations_is_clean(policy: Path, tmp_path: Path) -> None:
+    g, model = Graph("game"), Model(str(policy))
+    generator = Generator(model, group_size=2, max_tokens=8, slots=16, segment_tokens=2)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=2, lr=1e-2, normalize="rollout_means")
+    trainer(conversation_advantage(game(generator, g.source(Prompts(rows(16), columns=("answer",), epochs=None)))))
+    g.feedback(trainer.weights, generator, max_staleness=1)
+    result = run(g, steps=2, runs=tmp_path, quiet=True)
+    assert result.verdict.clean, result.verdict.line
+    assert len(losses(result)) == 2 and all(np.isfinite(losses(result)))
+    nothing_is_left(result)
 
 
 @episode(max_turns=2, isolate=False)

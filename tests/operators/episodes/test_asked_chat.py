@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from dataflow.errors import OperatorError
-from operators.episodes.chat import AskedChat, EpisodeOver, TurnQuestion, told
+from operators.episodes.chat import AskedChat, Chats, EpisodeOver, TurnQuestion, told
+from operators.episodes.talks import Origin
 
 
 def chat_of(*answers: str | None, **knobs: Any) -> tuple[AskedChat, list[TurnQuestion]]:
@@ -17,7 +18,7 @@ def chat_of(*answers: str | None, **knobs: Any) -> tuple[AskedChat, list[TurnQue
         asked.append(TurnQuestion.of(body))
         return told(left.pop(0))
 
-    return AskedChat(ask, **knobs), asked
+    return Chats(ask, **knobs).begin(), asked
 
 
 def test_the_past_is_cut_to_turns_that_still_stand() -> None:
@@ -67,11 +68,11 @@ def test_who_has_no_turn_left_may_cut_the_past_and_ask_again() -> None:
         try:
             return await chat.say()
         except EpisodeOver:
-            assert chat.is_over and chat.turns == 1
+            assert chat.among.is_over and chat.turns == 1
             chat.keep_last(0)
             return await chat.say()
 
-    assert asyncio.run(play()) == "b" and not chat.is_over
+    assert asyncio.run(play()) == "b" and not chat.among.is_over
     assert [(question.heard, question.rewritten) for question in asked] == [
         ((), None), (("long",), None), (("long",), '{"keep": 0}'),
     ]  # fmt: skip
@@ -89,3 +90,49 @@ def test_a_past_that_cannot_be_is_refused_where_it_is_written(wrong: Any, text: 
     chat, _ = chat_of()
     with pytest.raises(OperatorError, match=text):
         wrong(chat)
+
+
+def test_branches_and_agents_are_conversations_of_their_own() -> None:
+    chat, asked = chat_of(*"abcdefg")
+
+    async def play() -> None:
+        await chat.say()
+        chat.reward(1.0)
+        chat.hear("1")
+        for branch in chat.branch(2):
+            branch.hear("2")
+            await branch.say()
+            assert branch.turns == 2
+            (deeper,) = branch.branch(1)
+            (same,) = deeper.branch(1)
+            await same.say()
+        other = chat.agent("black", "rules")
+        await other.say()
+        other.reward(-1.0)
+        await chat.say()
+
+    asyncio.run(play())
+    black = Origin(role="black", history='{"text": "rules"}')
+    assert [(question.conversation, question.origin, question.heard) for question in asked] == [
+        (0, Origin(), ()), (1, Origin(branch_of=0, at=1), ("1", "2")), (4, Origin(branch_of=1, at=2), ()),
+        (2, Origin(branch_of=0, at=1), ("1", "2")), (6, Origin(branch_of=2, at=2), ()), (7, black, ()),
+        (0, Origin(), ("1",)),
+    ]  # fmt: skip
+    assert asked[-1].rewards == ((1.0,), (0.0,), (0.0,), (), (0.0,), (), (0.0,), (-1.0,))
+
+
+def test_conversations_that_ask_at_once_ask_one_after_the_other() -> None:
+    open_asks = []
+
+    async def ask(body: bytes) -> bytes:
+        open_asks.append(1)
+        await asyncio.sleep(0)
+        assert len(open_asks) == 1
+        open_asks.pop()
+        return told("a")
+
+    async def play() -> list[str]:
+        chat = Chats(ask).begin()
+        return await asyncio.gather(*(branch.say() for branch in chat.branch(5)))
+
+    assert asyncio.run(play()) == ["a"] * 5

@@ -66,9 +66,10 @@ TURNS = st.lists(
 def test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them(turns: list[tuple[str, list[int]]]) -> None:
     talk = dialogue()
     converse(talk, turns)
-    talk.end(tuple(float(n) for n in range(1, len(turns) + 1)))
+    talk.end(len(turns))
+    given_for = tuple(float(n) for n in range(1, len(turns) + 1))
     tokens, numbers, rows = end_to_end(talk.rows())
-    rewards = turn_rewards(numbers, talk.rewards)
+    rewards = turn_rewards(numbers, given_for)
     assert not rows.any()
     expected: list[tuple[int, bool, int, int]] = [(token, False, -1, -1) for token in PROMPT]
     for number, (heard, ids) in enumerate(turns):
@@ -77,7 +78,7 @@ def test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them(turns
     columns = tokens.ids, tokens.mask, tokens.versions, numbers
     assert [tuple(each) for each in zip(*(column.tolist() for column in columns), strict=True)] == expected
     last = [int(np.flatnonzero(numbers == number)[-1]) for number in range(len(turns))]
-    assert {at: rewards[at] for at in np.flatnonzero(rewards)} == dict(zip(last, talk.rewards, strict=True))
+    assert {at: rewards[at] for at in np.flatnonzero(rewards)} == dict(zip(last, given_for, strict=True))
     assert talk.text(("!",)) == "".join(f"{heard}<{n}>" for n, (heard, _) in enumerate(turns)) + "!"
 
 
@@ -192,5 +193,5 @@ def test_turns_that_a_function_did_not_come_to_this_time_are_no_part_of_the_roll
     talk = dialogue()
     converse(talk, [("", [1]), ("a", [2]), ("b", [3])])
     assert talk.ask(0, (), None) == "<0>"
-    talk.end((1.0,))
+    talk.end(1)
     assert ids_of(talk) == [7, 8, 1]

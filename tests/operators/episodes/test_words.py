@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}-"
     "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
 )
-PROMPT = json.dumps([{"role": "user", "content": "hi"}])
+PROMPT = [{"role": "user", "content": "hi"}]
 STRIPPING = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('y')[-1] if m.role == 'assistant' else m.content }}")
 """Leaves out what stands before a "y" in turns of the assistant's that are past."""
 
