@@ -29,7 +29,7 @@ from dataflow.foresight.simulation.scenario import (
 from dataflow.foresight.steps import ReplicaTimes, steps_of
 from dataflow.foresight.training import BACKWARD, Learners
 from dataflow.foresight.workload import CUTS, Workload
-from dataflow.node import Learn, Operator
+from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.structure import Structure
@@ -53,8 +53,25 @@ class Foreground:
     max_staleness: int
     weights_s: float
     """Of a version, on its way."""
+    episode: Generate | None = None
+    """That makes rollouts of the generator's turns; None: the generator does."""
     measured: dict[tuple[DeviceKind, int, str], ReplicaTimes | None] = field(default_factory=dict)
     """What a generator's steps take, by devices, ranks and dtype; they know what was asked of them."""
+
+    @property
+    def maker(self) -> Operator:
+        """Who takes prompts, and makes rollouts of them."""
+        return self.episode or self.generator
+
+    @property
+    def turns(self) -> int:
+        """Of the policy in a rollout."""
+        return 1 if self.episode is None else round(self.workload.turns[self.episode.name])
+
+    @property
+    def world_s(self) -> float:
+        """Between two turns."""
+        return 0.0 if self.episode is None else self.workload.world_s.get(self.episode.name, 0.0)
 
     @property
     def on_cpu(self) -> bool:
@@ -156,13 +173,13 @@ def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = N
     shared = not made.placements[ground.generator.name].gpus
     replicas = [ground.replica(number) for number in range(ground.replicas)]
     costs = {each: _generator_costs(ground, each, shared=shared) for each in dict.fromkeys(replicas)}
-    into = next(edge for edge in edges(graph) if edge.consumer == ground.generator.name)
+    into = next(edge for edge in edges(graph) if edge.consumer == ground.maker.name)
     return coarse(Scenario(
         steps=steps, prompts_per_step=trainer.step_prompts, group_size=ground.group_size,
         max_staleness=ground.max_staleness, lengths=ground.lengths, prompt_tokens=ground.workload.prompt_tokens,
         generator=costs[replicas[0]], unlike=tuple(costs[each] for each in replicas) if len(costs) > 1 else (),
-        trainer=_trainer_costs(ground, shared=shared),
-        scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.generator, trainer)},
+        trainer=_trainer_costs(ground, shared=shared), turns=ground.turns, world_s=ground.world_s,
+        scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.maker, trainer)},
         replicas=ground.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
         prompts_without_outcome=into.most_rows, queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
         processors=Processors(cores=made.devices.cpus, alone=constants.alone) if shared else Processors(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from dataflow.records import (
 )
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
+from dataflow.scoring.failure import RolloutFailure, status_of
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
 from operators.chat.chat_format import ChatError, ChatFormat
@@ -70,6 +72,8 @@ class LiveEpisode:
     """What failed, where it is not the world."""
     failures: int = 0
     """Of the world."""
+    since: float = 0.0
+    """When its function began, or was last told something."""
     returned: Any = None
 
     def encode(self, start: int, stop: int) -> bytes:
@@ -114,7 +118,11 @@ class EpisodesRuntime(Runtime):
         self._told: list[tuple[LiveEpisode, tuple[int, int], str | None]] = []
         """Episodes whose turn was drawn, and that have not heard of it: what it says, if anything."""
         self._begun: dict[str, list[int]] = {}
-        self._owed = self._turns = self._failed = self._numbered = self._played = 0
+        self._causes: Counter[str] = Counter()
+        """Rollouts that failed, by cause."""
+        self._world_s = 0.0
+        """That functions were at work, all together."""
+        self._owed = self._turns = self._retried = self._numbered = self._played = 0
 
     def room(self) -> int:
         """Prompts it would take now."""
@@ -175,10 +183,12 @@ class EpisodesRuntime(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Episodes that are live, those of them that wait for the policy, and those that have not begun; turns heard,
-        turns that were told again, and failures; how often a process was replaced."""
+        turns that were told again; failures by cause, and functions that were tried again after one; how often a process
+        was replaced; seconds of the functions, all together."""
         return {
             "active": len(self._live), "asking": len(self._asked), "waiting": len(self._waiting),
-            "turns": self._turns, "played": self._played, "failed": self._failed, "restarts": self._worlds.restarts,
+            "turns": self._turns, "played": self._played, "retried": self._retried, **status_of(self._causes),
+            "restarts": self._worlds.restarts, "world_s": self._world_s,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -218,6 +228,7 @@ class EpisodesRuntime(Runtime):
         while self._waiting and self._worlds.open_calls < self._at_once:
             *_, each = heapq.heappop(self._waiting)
             self._of_source[each.group.source] -= 1
+            each.since = self._context.clock()
             self._live[self._worlds.submit(1, each.encode)] = each
             began = True
         return began
@@ -225,6 +236,7 @@ class EpisodesRuntime(Runtime):
     def _ask(self, asked: Asked) -> None:
         """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
         each = self._live[asked.job]
+        self._worked(each)
         question = TurnQuestion.of(asked.body)
         try:
             found = each.talk.ask(
@@ -278,8 +290,15 @@ class EpisodesRuntime(Runtime):
         drawn, self._kept, self._told = self._told, {}, []
         for each, turn, text in drawn:
             if each.asked is not None and each.turn == turn:
+                each.since = self._context.clock()
                 self._worlds.tell(each.asked, told(text))
         return bool(drawn)
+
+    def _worked(self, each: LiveEpisode) -> None:
+        """Its function has asked for something, or returned: it was at work until now."""
+        now = self._context.clock()
+        self._world_s += now - each.since
+        each.since = now
 
     def _withdraw(self, each: LiveEpisode) -> None:
         """It waits for the generator no more."""
@@ -290,8 +309,10 @@ class EpisodesRuntime(Runtime):
     def _end(self, answer: Answer) -> None:
         """A function has returned, or failed."""
         each = self._live.pop(answer.job)
+        self._worked(each)
         each.failures += bool(answer.failures)
         if answer.failures and each.error is None and each.failures < self._episode.tries:
+            self._retried += 1
             each.asked = None
             self._await(each)
             return
@@ -302,7 +323,7 @@ class EpisodesRuntime(Runtime):
         reason = STOPPED
         if error is not None:
             reason = BROKEN
-            self._failed += 1
+            self._causes[RolloutFailure.read(error).cause] += 1
         else:
             outcome = Outcome.of(answer.body)
             each.returned, tail = outcome.returned, outcome.heard

@@ -163,7 +163,8 @@ def test_several_replicas_of_an_episode_are_refused() -> None:
     assert plan(g, Devices(cpus=4), replicas={"generator": 2}).placements["generator"].replicas == 2
 
 
-def test_an_episode_over_several_hosts_is_refused() -> None:
+def test_an_episode_may_be_on_another_host_than_its_generator() -> None:
     g, _ = graph()
-    with pytest.raises(GraphError, match="'guess' is an episode, whose turns stay on one machine.*; leave hosts out"):
-        plan(g, Devices.of([Host(name="a", cpus=4), Host(name="b", cpus=4)]))
+    hosts = Devices.of([Host(name="a", cpus=4), Host(name="b", cpus=4)])
+    made = plan(g, hosts, place={"generator": "a", "guess": "b"})
+    assert made.placements["guess"].hosts == ("b",) and made.placements["generator"].hosts == ("a",)
