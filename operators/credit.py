@@ -169,7 +169,9 @@ def conversation_advantage(
     each = zip(turn, turn_reward, training_row, row_conversation, row_role, row_branch_turn, strict=True)
     for number, (turns_S, rewards_S, rows_S, owners, roles, branch_turns) in enumerate(each):
         owner_S = np.asarray(owners, np.int64)[np.asarray(rows_S, np.int64)]
-        found = _conversation_values(np.asarray(turns_S), np.asarray(rewards_S, np.float64), owner_S, owners, branch_turns)
+        found = _conversation_values(
+            np.asarray(turns_S), np.asarray(rewards_S, np.float64), owner_S, owners, branch_turns
+        )
         begun = {int(owner): (role, int(at)) for owner, role, at in zip(owners, roles, branch_turns, strict=True)}
         keys = {owner: (number, at) if at >= 0 else role for owner, (role, at) in begun.items()}
         for owner, value in found.items():
@@ -189,7 +191,9 @@ def _conversation_values(
 ) -> dict[int, float]:
     """The value of each conversation of a rollout; see `conversation_advantage`."""
     owner_of = dict(zip(turns_S.tolist(), owner_S.tolist(), strict=True))
-    parents = {int(owner): owner_of.get(int(at)) if at >= 0 else None for owner, at in zip(owners, branch_turns, strict=True)}
+    parents = {
+        int(owner): owner_of.get(int(at)) if at >= 0 else None for owner, at in zip(owners, branch_turns, strict=True)
+    }
     found: dict[int, float] = {}
     for owner in sorted(parents, reverse=True):  # branches have higher numbers than what they go on from
         below = [value for each, value in found.items() if parents[each] == owner]

@@ -231,13 +231,13 @@ def _episode(graph: Structure, workload: Workload) -> Generate | None:
     name = episodes[0].name
     if len(episodes) > 1:
         raise GraphError(
-            f"a graph with one episode is foreseen for now, but this has {[each.name for each in episodes]}; foresee it "
-            f"with one of them"
+            f"a graph with one episode is foreseen for now, but this has {[each.name for each in episodes]}; "
+            f"foresee it with one of them"
         )
     if name not in workload.turns:
         raise GraphError(
-            f"'{name}' is an episode, and nobody knows before a run how many turns it has and how long its world takes; "
-            f"give --workload {name}.turns=4,{name}.world=0.5, say, or --foresee with the folder of a run"
+            f"'{name}' is an episode, and nobody knows before a run how many turns it has and how long its world "
+            f"takes; give --workload {name}.turns=4,{name}.world=0.5, say, or --foresee with the folder of a run"
         )
     return episodes[0]
 
@@ -407,7 +407,9 @@ def size_of(model: Counts) -> ModelSize:
 
 def only(graph: Structure, kind: type[T]) -> T:
     """The generator, or the trainer. GraphError where there is not one."""
-    found = [each for each in graph.operators.values() if isinstance(each, kind) and getattr(each, "asks", None) is None]
+    found = [
+        each for each in graph.operators.values() if isinstance(each, kind) and getattr(each, "asks", None) is None
+    ]
     if len(found) != 1:
         raise GraphError(
             f"a graph with one generator and one trainer is foreseen for now, but this has {len(found)} "

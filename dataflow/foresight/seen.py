@@ -140,7 +140,8 @@ def look(path: Path) -> SeenRun:
         )
     world_s = _worlds(lines)
     return SeenRun(
-        turns=dict.fromkeys(world_s, turns), world_s=world_s, path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
+        turns=dict.fromkeys(world_s, turns), world_s=world_s,
+        path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
         max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
         prompts_per_step=int(counted[0]["groups"]), prompt_tokens=prompt, lengths=lengths, stretches=found,
         steps=counted,

@@ -50,12 +50,13 @@ class Chat(Protocol):
         has its own rewards and training rows, and the episode's budgets are for all together."""
 
     def branch(self, tries: int) -> list[Chat]:
-        """So many conversations that each go on from here; this one may go on, too. What was said so far is trained in
-        this one."""
+        """So many conversations that each go on from here; this one may go on, too. What was said so far is trained
+        in this one."""
 
     def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
         """Another conversation than what was said and heard stands before the policy's next turn: a text, which in a
-        chat is a message of the user's, or messages, those of the assistant's too. What was said is trained as it was."""
+        chat is a message of the user's, or messages, those of the assistant's too. What was said is trained as it
+        was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +249,8 @@ class AskedChat:
             messages = list(history)
             if not self.among.has_messages or not messages or not all(isinstance(each, Mapping) for each in messages):
                 raise OperatorError(
-                    f"a chat's history is text, or messages where Generator(chat=True); found {messages!r:.60}; give it "
-                    f"what is to stand before the policy's next turn"
+                    f"a chat's history is text, or messages where Generator(chat=True); found {messages!r:.60}; give "
+                    f"it what is to stand before the policy's next turn"
                 )
             made = rewriting("messages", [dict(message) for message in messages])
         _bounded(len(made))

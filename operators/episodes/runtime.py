@@ -183,8 +183,8 @@ class EpisodesRuntime(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Episodes that are live, those of them that wait for the policy, and those that have not begun; turns heard,
-        turns that were told again; failures by cause, and functions that were tried again after one; how often a process
-        was replaced; seconds of the functions, all together."""
+        turns that were told again; failures by cause, and functions that were tried again after one; how often a
+        process was replaced; seconds of the functions, all together."""
         return {
             "active": len(self._live), "asking": len(self._asked), "waiting": len(self._waiting),
             "turns": self._turns, "played": self._played, "retried": self._retried, **status_of(self._causes),

@@ -1,4 +1,4 @@
-"""All conversations of one rollout: the first, those of agents in other roles, and branches; one budget for them all. Pure."""
+"""All conversations of one rollout: the first, those of agents in other roles, branches; one budget for all. Pure."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class Talks:
             talk.end(len(rewards[number]) if number < len(rewards) else 0)
 
     def columns(self) -> tuple[RolloutTokens, Mapping[str, Any]]:
-        """Its tokens, conversation after conversation, and the columns of `records.EPISODE_COLUMNS`; of one in which the
-        policy said nothing, the prompt."""
+        """Its tokens, conversation after conversation, and the columns of `records.EPISODE_COLUMNS`; of one in which
+        the policy said nothing, the prompt."""
         rows: list[TrainingRow] = []
         owners: list[int] = []
         given: list[float] = []
@@ -155,8 +155,8 @@ class Talks:
         }  # fmt: skip
 
     def text(self, last: Sequence[Sequence[str]] = ()) -> str:
-        """What was said and heard after the prompt; of several conversations one after the other, each below its role or
-        its number. last: heard after the last turn, by conversation."""
+        """What was said and heard after the prompt; of several conversations one after the other, each below its role
+        or its number. last: heard after the last turn, by conversation."""
         texts = {
             number: self.talks[number].text(last[number] if number < len(last) else ()) for number in sorted(self.talks)
         }
@@ -175,9 +175,9 @@ class Talks:
         known = self.talks.get(number)
         parent = self.talks.get(origin.branch_of)
         before = [] if parent is None else parent.turns[: origin.at]
-        if known is not None and self.origins[number] == origin and known.inherited == len(before):
-            if all(one is other for one, other in zip(known.turns, before, strict=False)):
-                return known
+        is_same = known is not None and self.origins[number] == origin and known.inherited == len(before)
+        if known and is_same and all(one is other for one, other in zip(known.turns, before, strict=False)):
+            return known
         prompt, context = self.begin(origin.history)
         key = f"{self.key}#{number}" if number else self.key
         self.talks[number] = Dialogue(

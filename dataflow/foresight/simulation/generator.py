@@ -53,8 +53,8 @@ class SimulatedReplica:
         self._at = 0
         """Strides that it has made."""
         self._ends: list[tuple[int, int, SimulatedGroup, float, _Turns]] = []
-        """Of each live rollout: the stride at which its turn ends, its number, its group, the tokens that it would have had
-        at stride 0, the turns that are to come."""
+        """Of each live rollout: the stride at which its turn ends, its number, its group, the tokens that it would have
+        had at stride 0, the turns that are to come."""
         self._back: list[tuple[SimulatedGroup, _Turns]] = []
         """Rollouts whose world has answered, and that have no slot yet."""
         self._away: Counter[SimulatedGroup] = Counter()

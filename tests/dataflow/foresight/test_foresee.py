@@ -317,7 +317,10 @@ def test_an_episode_is_foreseen_with_its_turns_and_the_seconds_of_its_world(mode
     steps = {}
     for turns, world_s in ((1, 60.0), (4, 0.0), (4, 60.0)):
         texts = Workload(mean_tokens=512, sigma=0.0, turns={"talk": turns}, world_s={"talk": world_s})
-        found = [foresee(talks(model, 0), room, gpus=EIGHT_AND_EIGHT, workload=texts, simulated=each) for each in (True, False)]
+        found = [
+            foresee(talks(model, 0), room, gpus=EIGHT_AND_EIGHT, workload=texts, simulated=each)
+            for each in (True, False)
+        ]
         assert found[0].step_s == pytest.approx(found[1].step_s, rel=0.15)
         assert any(f"in {turns} turns" in each for each in found[0].assumed)
         steps[turns, world_s] = found[0].step_s
@@ -327,7 +330,9 @@ def test_an_episode_is_foreseen_with_its_turns_and_the_seconds_of_its_world(mode
 
 def test_an_episode_of_which_nobody_says_how_many_turns_it_has_is_refused(model: Model) -> None:
     room = read_devices("16xH100")
-    with pytest.raises(GraphError, match=r"'talk' is an episode, and nobody knows.*give --workload talk.turns=4,talk.world"):
+    with pytest.raises(
+        GraphError, match=r"'talk' is an episode, and nobody knows.*give --workload talk.turns=4,talk.world"
+    ):
         foresee(talks(model), room, gpus=EIGHT_AND_EIGHT)
     with pytest.raises(GraphError, match="tells of turns of 'reward', which is no episode"):
         foresee(talks(model), room, gpus=EIGHT_AND_EIGHT, workload=read_workload("reward.turns=2"))

@@ -77,7 +77,7 @@ def test_whatever_is_simulated_trains_every_step_within_the_bound(
             shared=shared,
         ),
         failures=Failures(generator_per_hour=fails, trainer_per_hour=fails / 4, restart_s=0.5, lost_s=0.5),
-        processors=Processors(cores=2) if shared else Processors(),
+        processors=Processors(cores=2) if shared else Processors(), turns=turns, world_s=0.01,
     ))  # fmt: skip
     _law(found, staleness, steps=12, rollouts=64)
 
@@ -127,8 +127,8 @@ def test_a_clock_gives_each_of_three_on_two_cores_two_thirds() -> None:
 
 
 def test_a_rollout_in_turns_waits_for_its_world_between_them_and_has_no_slot_meanwhile() -> None:
-    """64 rollouts of 100 tokens: in five turns a step waits four times for the world; with half the slots the others are
-    decoded meanwhile, so that the world costs less than the sum."""
+    """64 rollouts of 100 tokens: in five turns a step waits four times for the world; with half the slots the others
+    are decoded meanwhile, so that the world costs less than the sum."""
     alone = simulate(scenario(max_staleness=0, turns=5, world_s=0.5))
     assert alone.step_s == pytest.approx(0.1 + 4 * 0.5 + 0.05, rel=1e-6)
     assert alone.busy["generator"] == pytest.approx(0.1 / alone.step_s, rel=0.01)

@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a column's type": (lambda: applied(guess, columns={"answer": int}), "reads column 'answer' as str .*; change the"),
     "no turns": (lambda: applied(dataclasses.replace(guess, max_turns=0)), "has max_turns=0; give a whole number"),
     "no time": (lambda: applied(dataclasses.replace(guess, timeout_s=0)), "has timeout_s=0; give seconds above 0"),
-    "another past": (lambda: applied(dataclasses.replace(guess, past="kept")), "has past='kept'; give one of .'sampled'"),
+    "another past": (lambda: applied(dataclasses.replace(guess, past="kept")), "has past='kept'; give one of "),
     "processes inside the worker": (
         lambda: applied(dataclasses.replace(guess, isolate=False, processes=2)), "but isolate=False; leave isolate=T",
     ),
