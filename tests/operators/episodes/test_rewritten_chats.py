@@ -1,4 +1,4 @@
-"""Rewritten and branched conversations with templates and tokenizers that merge: trained to the id, as they were seen."""
+"""Rewritten and branched chats with templates and tokenizers that merge: trained to the id, as they were seen."""
 
 import json
 import random
