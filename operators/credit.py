@@ -182,7 +182,8 @@ def conversation_advantage(
     made = []
     for owner_S, keys, found, chosen in zip(owners_S, compared, values, mask, strict=True):
         advantages = {owner: value - float(np.mean(alike[keys[owner]])) for owner, value in found.items()}
-        made.append(np.array([advantages[owner] for owner in owner_S.tolist()]) * np.asarray(chosen, bool))
+        of_S = [advantages[owner] for owner in owner_S.tolist()]
+        made.append(np.where(np.asarray(chosen, bool), of_S, 0.0))
     return made
 
 

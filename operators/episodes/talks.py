@@ -113,7 +113,7 @@ class Talks:
             if each.origin is not None:
                 *origin, seen = json.loads(each.origin)
                 parent = self.talks.get(origin[1])
-                if origin[1] >= 0 and (parent is None or len(parent.turns) < origin[2]):
+                if origin[2] > (0 if parent is None else len(parent.turns)):
                     continue
                 if _seen(self._talk(each.conversation, Origin(*origin))) != seen:
                     del self.talks[each.conversation]
