@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,8 @@ class LiveEpisode:
     since: float = 0.0
     """When its function began, or was last told something."""
     returned: Any = None
+    columns_of_turns: Mapping[str, Any] | None = None
+    """Once it has ended; see `Talks.columns`."""
 
     def encode(self, start: int, stop: int) -> bytes:
         """What its call is made with."""
@@ -329,8 +331,9 @@ class EpisodesRuntime(Runtime):
             each.returned, tail = outcome.returned, outcome.heard
             talk.end(outcome.rewards)
             reason = TOO_LONG if outcome.is_over else STOPPED
+        tokens, each.columns_of_turns = talk.columns()
         group.rows[each.position] = EndedRollout(
-            tokens=talk.columns()[0], start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
+            tokens=tokens, start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
         )
         group.left -= 1
         if not group.left:
@@ -360,7 +363,7 @@ class EpisodesRuntime(Runtime):
         temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
         at = batch.schema.get_field_index(TEMPERATURE)
         batch = batch.set_column(at, batch.schema.field(at), temperatures)
-        laid = [each.talk.columns()[1] for each in episodes]
+        laid = [each.columns_of_turns or each.talk.columns()[1] for each in episodes]
         for name, kind in EPISODE_COLUMNS.items():
             batch = batch.append_column(name, pa.array([columns[name] for columns in laid], kind))
         output = self._episode.signature.output
