@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dataflow.records import Array
+from dataflow.records import AnyArray, Array
 from dataflow.scorer import scorer
 
 
@@ -188,7 +188,7 @@ def conversation_advantage(
 
 
 def _conversation_values(
-    turns_S: Array, rewards_S: Array, owner_S: Array, owners: Array, branch_turns: Array
+    turns_S: AnyArray, rewards_S: AnyArray, owner_S: AnyArray, owners: Array, branch_turns: Array
 ) -> dict[int, float]:
     """The value of each conversation of a rollout; see `conversation_advantage`."""
     owner_of = dict(zip(turns_S.tolist(), owner_S.tolist(), strict=True))

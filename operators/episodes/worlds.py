@@ -163,7 +163,7 @@ def _prepare(episode: EpisodeKnobs, payload: bytes) -> Call:
     check = checker(episode.signature.output) if episode.signature.output is not None else None
 
     async def call(index: int, ask: Ask) -> bytes:
-        chats, returned = Chats(ask, has_messages=episode.traits.chat), episode.signature.nothing
+        chats, returned = Chats(ask, has_messages=bool(episode.traits.chat)), episode.signature.nothing
         try:
             value = await episode.function(chats.begin(), **arguments, **episode.given)
             returned = None if check is None else check(value)

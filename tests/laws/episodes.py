@@ -40,6 +40,20 @@ EPISODES = (
         "that a training row begins there",
     ),
     Law(
+        "a branch of a past that is another one now is drawn anew",
+        "test_branches_of_what_was_drawn_anew_are_drawn_anew",
+        "operators.episodes:Talks._talk",
+        condition("known and is_same", "zip"),
+        "the comparison of what it goes on from",
+    ),
+    Law(
+        "all conversations of an episode have one budget",
+        "test_all_conversations_have_one_budget_and_different_seeds",
+        "operators.episodes:Talks.ask",
+        assigned("max_turns", "self.max_turns"),
+        "the turns of the others",
+    ),
+    Law(
         "how a caller treats its conversation, each sampled token is chosen once",
         "test_whatever_a_caller_does_to_its_conversation_each_sampled_token_is_chosen_once",
         "dataflow.tokens.training_rows:training_rows",

@@ -100,7 +100,10 @@ def test_called_without_a_stream_it_is_the_function() -> None:
 def test_what_is_returned_and_what_is_a_turn_are_columns() -> None:
     g, _ = graph(top_k=4, sampling_mask=True)
     columns = next(call.output.columns for call in g.calls if call.operator.name == "guess")
-    assert list(columns)[-5:] == ["sampling_mask", "turn", "turn_reward", "training_row", "guess"]
+    assert list(columns)[-8:] == [
+        "sampling_mask", "turn", "turn_reward", "training_row", "row_conversation", "row_role", "row_branch_turn",
+        "guess",
+    ]  # fmt: skip
 
 
 async def plain(chat: Any, answer: str) -> None: ...
