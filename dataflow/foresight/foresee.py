@@ -17,7 +17,7 @@ from dataflow.foresight.generation import GeneratorReplica, generate, prefill, s
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
-from dataflow.foresight.scenarios import Foreground, between, once_s, scenario_of
+from dataflow.foresight.scenarios import Foreground, between, episode_of, once_s, scenario_of
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
@@ -31,7 +31,7 @@ from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place
 from dataflow.planning.placement import Placement
 from dataflow.planning.plan import Plan, plan
-from dataflow.structure import Structure, episodes_of, group_size, sources_of
+from dataflow.structure import Structure, group_size, sources_of
 
 T = TypeVar("T", bound=Operator)
 
@@ -149,7 +149,7 @@ def _ground(
     if trainer.uses is None or generator.uses is None:
         raise GraphError("what a step takes is told of a trainer and a generator with models; this graph has others")
     workload.check(graph)
-    episode = _episode(graph, workload)
+    episode = episode_of(graph, workload)
     lengths = workload.lengths(generator, round(workload.turns[episode.name]) if episode is not None else 1)
     _check_forms(graph)
     sources = dict.fromkeys(each.uses.source for each in graph.operators.values() if each.uses is not None)
@@ -221,25 +221,6 @@ def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
 def _shares(counts: Counter[int]) -> dict[int, float]:
     total = counts.total()
     return {versions: count / total for versions, count in sorted(counts.items())}
-
-
-def _episode(graph: Structure, workload: Workload) -> Generate | None:
-    """That of the graph. GraphError where there are several, or nobody says how many turns it has."""
-    episodes = episodes_of(graph)
-    if not episodes:
-        return None
-    name = episodes[0].name
-    if len(episodes) > 1:
-        raise GraphError(
-            f"a graph with one episode is foreseen for now, but this has {[each.name for each in episodes]}; "
-            f"foresee it with one of them"
-        )
-    if name not in workload.turns:
-        raise GraphError(
-            f"'{name}' is an episode, and nobody knows before a run how many turns it has and how long its world "
-            f"takes; give --workload {name}.turns=4,{name}.world=0.5, say, or --foresee with the folder of a run"
-        )
-    return episodes[0]
 
 
 def _check_forms(graph: Structure) -> None:

@@ -32,7 +32,7 @@ from dataflow.foresight.workload import CUTS, Workload
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
-from dataflow.structure import Structure
+from dataflow.structure import Structure, episodes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +185,25 @@ def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = N
         processors=Processors(cores=made.devices.cpus, alone=constants.alone) if shared else Processors(),
         failures=failures or Failures(), seed=seed,
     ))  # fmt: skip
+
+
+def episode_of(graph: Structure, workload: Workload) -> Generate | None:
+    """That of the graph. GraphError where there are several, or nobody says how many turns it has."""
+    episodes = episodes_of(graph)
+    if not episodes:
+        return None
+    name = episodes[0].name
+    if len(episodes) > 1:
+        raise GraphError(
+            f"a graph with one episode is foreseen for now, but this has {[each.name for each in episodes]}; "
+            f"foresee it with one of them"
+        )
+    if name not in workload.turns:
+        raise GraphError(
+            f"'{name}' is an episode, and nobody knows before a run how many turns it has and how long its world "
+            f"takes; give --workload {name}.turns=4,{name}.world=0.5, say, or --foresee with the folder of a run"
+        )
+    return episodes[0]
 
 
 def between(graph: Structure, generator: Operator, trainer: Operator) -> list[Operator]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,14 @@ class SeenRun:
     prompts_per_step: int
     prompt_tokens: float
     lengths: Lengths
-    turns: Mapping[str, float]
-    """Of the policy in a rollout, in the mean, by episode."""
-    world_s: Mapping[str, float]
-    """Seconds between two turns, in the mean, by episode."""
     stretches: Mapping[str, Sequence[ActivitySpan]]
     """By node."""
     steps: Sequence[Mapping[str, Any]]
     """The trainer's lines of metrics.jsonl, without the first ones."""
+    turns: Mapping[str, float] = field(default_factory=dict)
+    """Of the policy in a rollout, in the mean, by episode."""
+    world_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds between two turns, in the mean, by episode."""
 
     @property
     def step_s(self) -> float:

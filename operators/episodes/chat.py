@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from dataflow.errors import OperatorError
 from dataflow.scoring.calls import Ask
-from operators.episodes.talks import FIRST, Origin
+from operators.episodes.talks import FIRST, TalkOrigin
 
 HEARD_CHARACTERS = 1 << 20
 """Most that the world may say between two turns of the policy: more than any context holds."""
@@ -72,7 +72,7 @@ class TurnQuestion:
     """How the past was rewritten, before what was heard: see `rewriting`."""
     conversation: int = 0
     """Of which a turn is asked for."""
-    origin: Origin = FIRST
+    origin: TalkOrigin = FIRST
     """How that one began."""
 
     def to_bytes(self) -> bytes:
@@ -87,7 +87,7 @@ class TurnQuestion:
         heard, most, rewards, rewritten, conversation, origin = json.loads(body)
         return cls(
             heard=tuple(heard), most=most, rewards=tuple(map(tuple, rewards)), rewritten=rewritten,
-            conversation=conversation, origin=Origin(*origin),
+            conversation=conversation, origin=TalkOrigin(*origin),
         )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ class Chats:
         """Of each turn, by conversation."""
         return [chat.rewards for chat in self.chats]
 
-    def begin(self, origin: Origin = FIRST, **state: Any) -> AskedChat:
+    def begin(self, origin: TalkOrigin = FIRST, **state: Any) -> AskedChat:
         """One more conversation."""
         chat = AskedChat(self, len(self.chats), origin, **state)
         self.chats.append(chat)
@@ -176,7 +176,7 @@ class AskedChat:
 
     among: Chats
     number: int
-    origin: Origin
+    origin: TalkOrigin
     heard: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     rewritten: str | None = None
@@ -209,7 +209,7 @@ class AskedChat:
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
         """As `Chat.agent`."""
-        return self.among.begin(Origin(role=str(role), history=self._history(history)))
+        return self.among.begin(TalkOrigin(role=str(role), history=self._history(history)))
 
     def branch(self, tries: int) -> list[AskedChat]:
         """As `Chat.branch`."""

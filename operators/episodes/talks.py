@@ -17,7 +17,7 @@ from operators.episodes.dialogue import Context, Dialogue, SaidTurn, TurnRequest
 
 
 @dataclass(frozen=True)
-class Origin:
+class TalkOrigin:
     """How a conversation begins."""
 
     role: str = ""
@@ -29,7 +29,7 @@ class Origin:
     """What it begins with, as `chat.rewriting` has it; None: the prompt."""
 
 
-FIRST = Origin()
+FIRST = TalkOrigin()
 """Of the conversation with the rollout's prompt."""
 
 
@@ -62,7 +62,7 @@ class Talks:
     begin: Begin
     talks: dict[int, Dialogue] = field(default_factory=dict)
     """By conversation."""
-    origins: dict[int, Origin] = field(default_factory=dict)
+    origins: dict[int, TalkOrigin] = field(default_factory=dict)
     rewards: Sequence[Sequence[float]] = ()
     """Of the turns that the function has had, by conversation."""
 
@@ -77,7 +77,7 @@ class Talks:
 
     def ask(
         self, heard: Sequence[str], most: int | None, *, rewards: Sequence[Sequence[float]] = ((),),
-        rewritten: str | None = None, conversation: int = 0, origin: Origin = FIRST,
+        rewritten: str | None = None, conversation: int = 0, origin: TalkOrigin = FIRST,
     ) -> TurnRequest | str | None:  # fmt: skip
         """The function asks for its next turn in a conversation; see `Dialogue.ask`."""
         self.rewards = rewards
@@ -115,7 +115,7 @@ class Talks:
                 parent = self.talks.get(origin[1])
                 if origin[2] > (0 if parent is None else len(parent.turns)):
                     continue
-                if _seen(self._talk(each.conversation, Origin(*origin))) != seen:
+                if _seen(self._talk(each.conversation, TalkOrigin(*origin))) != seen:
                     del self.talks[each.conversation]
             talk = self.talks.get(each.conversation)
             if talk is not None and talk.inherited <= each.number <= len(talk.turns):
@@ -170,7 +170,7 @@ class Talks:
         counts = enumerate(map(len, self.rewards))
         return [(number, self.talks[number].own[:count]) for number, count in counts if number in self.talks]
 
-    def _talk(self, number: int, origin: Origin) -> Dialogue:
+    def _talk(self, number: int, origin: TalkOrigin) -> Dialogue:
         """The conversation of this number; a new one where that began otherwise."""
         known = self.talks.get(number)
         parent = self.talks.get(origin.branch_of)

@@ -8,7 +8,7 @@ EPISODES = (
         "what was sampled is trained as it was sampled, with what was heard between",
         "test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them",
         "operators.episodes:Dialogue.rows",
-        instead("found[-1] += [(turn.tokens, number)]", "given", "number"),
+        instead("found[-1] += [said]", "found", "said"),
         "what the world said",
     ),
     Law(

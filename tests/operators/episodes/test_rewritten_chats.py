@@ -11,7 +11,7 @@ from template_rig import CHATML, STRIPPING, mistral_template, rng_of, sampled, t
 from operators.chat.chat_format import ChatFormat, Message
 from operators.episodes.chat import rewriting
 from operators.episodes.dialogue import TurnRequest
-from operators.episodes.talks import FIRST, Origin, Talks
+from operators.episodes.talks import FIRST, TalkOrigin, Talks
 from operators.episodes.words import Beginnings, PlainWords
 
 TRL = ["llama3", "qwen2_5", "qwen3", "gemma", "deepseekv3"]
@@ -27,7 +27,7 @@ def form_of(name: str) -> ChatFormat:
 class Told:
     """What one conversation of the test's is to look like as messages."""
 
-    def __init__(self, origin: Origin, begin: list[Message], rest: list[Message]) -> None:
+    def __init__(self, origin: TalkOrigin, begin: list[Message], rest: list[Message]) -> None:
         self.origin, self.begin, self.rest = origin, begin, rest
         self.rewards: list[float] = []
 
@@ -48,12 +48,12 @@ def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> tuple[T
         each, rewritten = told[number], None
         what = rng.choice(["say", "say", "say", "keep", "rewrite", "branch", "agent"])
         if what == "branch" and each.rewards:
-            origin = Origin(each.origin.role, number, each.origin.at + len(each.rewards), each.origin.history)
+            origin = TalkOrigin(each.origin.role, number, each.origin.at + len(each.rewards), each.origin.history)
             told.append(Told(origin, each.begin, list(each.rest)))
             continue
         if what == "agent":
             begun: list[Message] = [{"role": "user", "content": words(rng)}]
-            told.append(Told(Origin("other", history=rewriting("messages", begun)), begun, []))
+            told.append(Told(TalkOrigin("other", history=rewriting("messages", begun)), begun, []))
             continue
         if what == "keep" and len(each.standing()) > 1:
             keep = rng.randrange(1, len(each.standing()))
