@@ -83,7 +83,8 @@ class Beginnings:
     """The prompt as it was given."""
 
     def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
-        """Tokens that a conversation begins with, and what lays it out; history: `talks.TalkOrigin`. Raises ChatError."""
+        """Tokens that a conversation begins with, and what lays it out; history: as `TalkOrigin` has it. Raises
+        ChatError."""
         how = {} if history is None else json.loads(history)
         if self.form is None or not len(self.prompt):
             return self.plain.encode(how["text"]) if how else self.prompt, self.plain.context
