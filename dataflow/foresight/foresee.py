@@ -124,9 +124,10 @@ def foresee(
     """The plan on these devices, and what it takes: seconds of a step, who waits, memory, staleness.
 
     gpus, replicas, ranks, place: as `plan` has them; devices without accelerators compute on their cores. simulated: by
-    a run of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no credit,
-    and nothing of cores that are shared. brief: simulate few steps, to tell placements apart. GraphError where `check` or `plan` refuses, for a graph without one generator
-    and one trainer, for a model whose config.json is not at hand."""
+    a run of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no
+    credit, and nothing of cores that are shared. brief: simulate few steps, to tell placements apart. GraphError
+    where `check` or `plan` refuses, for a graph without one generator and one trainer, for a model whose
+    config.json is not at hand."""
     ground = _ground(graph, devices, gpus, replicas, ranks, place, workload or Workload(), steps, constants)
     costed = {each.node: each for each in _closed(ground)}
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
