@@ -17,7 +17,7 @@ from dataflow.foresight.generation import GeneratorReplica, generate, prefill, s
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
-from dataflow.foresight.scenarios import Foreground, between, once_s, scenario_of
+from dataflow.foresight.scenarios import Foreground, between, episode_of, once_s, scenario_of
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
@@ -37,6 +37,8 @@ T = TypeVar("T", bound=Operator)
 
 SIMULATED_STEPS = 60
 """Where nobody says how many; of a longer run so many are looked at."""
+BRIEF_STEPS = 18
+"""Of a simulation that is to tell placements apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +119,15 @@ def foresee(
     graph: Structure, devices: Devices, *, gpus: Wishes | None = None, replicas: Mapping[str, int] | None = None,
     ranks: Mapping[str, int] | None = None, workload: Workload | None = None, steps: int | None = None,
     constants: Constants = ASSUMED_CONSTANTS, failures: Failures | None = None, simulated: bool = True,
-    place: Place | None = None,
+    place: Place | None = None, brief: bool = False,
 ) -> Foreseen:  # fmt: skip
     """The plan on these devices, and what it takes: seconds of a step, who waits, memory, staleness.
 
     gpus, replicas, ranks, place: as `plan` has them; devices without accelerators compute on their cores. simulated: by
-    a run of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no credit,
-    and nothing of cores that are shared. GraphError where `check` or `plan` refuses, for a graph without one generator
-    and one trainer, for a model whose config.json is not at hand."""
+    a run of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no
+    credit, and nothing of cores that are shared. brief: simulate few steps, to tell placements apart. GraphError
+    where `check` or `plan` refuses, for a graph without one generator and one trainer, for a model whose
+    config.json is not at hand."""
     ground = _ground(graph, devices, gpus, replicas, ranks, place, workload or Workload(), steps, constants)
     costed = {each.node: each for each in _closed(ground)}
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
@@ -134,7 +137,7 @@ def foresee(
         max_staleness=ground.max_staleness, gpus=devices.gpus, gpu_hours=None, assumed=(),
         constants=constants,
     )  # fmt: skip
-    made = _by_simulation(made, ground, steps, failures) if simulated else _by_closed_forms(made, ground)
+    made = _by_simulation(made, ground, steps, failures, brief) if simulated else _by_closed_forms(made, ground)
     made = replace(made, assumed=_assumed(ground))  # measured steps know by now what was asked of them
     if steps is None or not devices.gpus:
         return made
@@ -149,7 +152,8 @@ def _ground(
     if trainer.uses is None or generator.uses is None:
         raise GraphError("what a step takes is told of a trainer and a generator with models; this graph has others")
     workload.check(graph)
-    lengths = workload.lengths(generator)
+    episode = episode_of(graph, workload)
+    lengths = workload.lengths(generator, round(workload.turns[episode.name]) if episode is not None else 1)
     _check_forms(graph)
     sources = dict.fromkeys(each.uses.source for each in graph.operators.values() if each.uses is not None)
     models = {source: counts_of(source) for source in sources}
@@ -178,15 +182,18 @@ def _ground(
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     return Foreground(
         graph=graph, made=made, generator=generator, trainer=trainer, models=models, kinds=kinds,
-        lengths=lengths,
+        lengths=lengths, episode=episode,
         workload=workload, constants=constants, group_size=max(filter(None, sizes), default=1),
         max_staleness=bound.max_staleness if bound is not None else 0,
         weights_s=_exchange(made, generator, models[generator.uses.source], kinds, constants),
     )  # fmt: skip
 
 
-def _by_simulation(made: Foreseen, ground: Foreground, steps: int | None, failures: Failures | None) -> Foreseen:
-    looked_at = min(steps or SIMULATED_STEPS, max(SIMULATED_STEPS, 6 * (ground.max_staleness + 2)))
+def _by_simulation(
+    made: Foreseen, ground: Foreground, steps: int | None, failures: Failures | None, brief: bool
+) -> Foreseen:
+    most = BRIEF_STEPS if brief else SIMULATED_STEPS
+    looked_at = min(steps or most, max(most, (4 if brief else 6) * (ground.max_staleness + 2)))
     found = simulate(scenario_of(ground, steps=max(3, looked_at), failures=failures))
     shares = {ground.generator.name: "generator", ground.trainer.name: "trainer"}
     operations = tuple(
@@ -205,6 +212,7 @@ def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
     busy = {each.node: each.seconds for each in made.operations}
     most, rollouts = ground.max_staleness, made.rollouts
     step_s = max(busy.values()) if most else sum(busy.values()) + ground.weights_s
+    step_s += 0.0 if most else (ground.turns - 1) * ground.world_s
     stale = 0.0
     if most:
         at_once = next(each.at_once for each in made.operations if each.node == ground.generator.name)
@@ -249,8 +257,13 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
         f"does not run; memory as without"
         for node, cut in workload.cuts.items()
     ]
+    if (episode := ground.episode) is not None:
+        found.append(
+            f"rollouts of '{episode.name}' in {ground.turns} turns of like length, between which the world takes "
+            f"{ground.world_s:g} s; what it says costs nothing"
+        )
     free = [
-        each.name for each in between(ground.graph, ground.generator, ground.trainer)
+        each.name for each in between(ground.graph, ground.maker, ground.trainer)
         if each.uses is None and each.name not in workload.row_s and each.name not in constants.row_s
     ]  # fmt: skip
     if free:
@@ -268,7 +281,7 @@ def _closed(ground: Foreground) -> list[Operation]:
     names = {each.node for each in found}
     timed = {**ground.constants.row_s, **ground.workload.row_s}
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
-    for each in between(ground.graph, ground.generator, ground.trainer):
+    for each in between(ground.graph, ground.maker, ground.trainer):
         if each.name not in names and timed.get(each.name, 0.0) > 0:
             found.append(Operation(
                 node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need_bytes=None, room_bytes=None,
@@ -381,7 +394,9 @@ def size_of(model: Counts) -> ModelSize:
 
 def only(graph: Structure, kind: type[T]) -> T:
     """The generator, or the trainer. GraphError where there is not one."""
-    found = [each for each in graph.operators.values() if isinstance(each, kind)]
+    found = [
+        each for each in graph.operators.values() if isinstance(each, kind) and getattr(each, "asks", None) is None
+    ]
     if len(found) != 1:
         raise GraphError(
             f"a graph with one generator and one trainer is foreseen for now, but this has {len(found)} "
