@@ -37,7 +37,7 @@ from bench.report import Report
 from dataflow import Graph, Model, run
 from operators import Generator, Prompts, Trainer
 from operators.credit import advantage
-from operators.environments.trl_form import trl_environment
+from operators.environments import trl_environment
 from operators.losses import aipo
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"

@@ -20,9 +20,7 @@ from dataflow import Graph, Model, Result, run
 from dataflow.folder.run_folder import RunFolder
 from operators import Generator, Prompts, Trainer
 from operators.credit import advantage
-from operators.environments.trl_form import trl_environment
-from operators.environments.trl_programs import trl_environments, trl_rollout
-from operators.environments.verifiers_form import verifiers_environment
+from operators.environments import trl_environment, trl_environments, trl_rollout, verifiers_environment
 from operators.losses import aipo
 from operators.naming import named
 

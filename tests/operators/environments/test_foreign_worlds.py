@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from dataflow.errors import GraphError
+from operators.environments import trl_environment, trl_environments, verifiers_environment
 from operators.environments.beside import trl_rollout as beside_trl
 from operators.environments.beside import verifiers_rollout as beside_verifiers
-from operators.environments.trl_form import trl_environment
-from operators.environments.trl_programs import trl_environments
-from operators.environments.verifiers_form import verifiers_environment
 from operators.episodes.chat import EpisodeOver
 
 
