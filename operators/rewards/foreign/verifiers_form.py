@@ -104,7 +104,7 @@ def from_verifiers(
         return [_row({each: values[at] for each, values in lists.items()}) for at in range(len(lists[PROMPT]))]
 
     def told(values: dict[str, list[Any]], rows: int) -> Any:
-        found = [_total(parts, [each[row] for each in values.values()]) for row in range(rows)]
+        found: list[Any] = [_total(parts, [each[row] for each in values.values()]) for row in range(rows)]
         if note:
             noted = [note_of({label: each[row] for label, each in values.items()}) for row in range(rows)]
             found = [Noted(value, text) for value, text in zip(found, noted, strict=True)]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rigs.documents import DocumentedFunction, called_with, checkout, functions
+from documents_rig import DocumentedFunction, called_with, checkout, functions
 
 from dataflow import Graph, collect
 from dataflow.records import ERROR
