@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from rigs.documents import checkout, class_block
+from documents_rig import checkout, class_block
 
 from bench.episodes.tool_caller import make
 from dataflow import Graph, Model, Result, run
