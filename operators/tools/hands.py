@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from dataflow.errors import OperatorError, WorldFailed
 from operators.chat.chat_format import Message
-from operators.chat.function_tools import arguments_of
-from operators.tools.toolbox import Toolbox
+from operators.chat.function_tools import arguments_of, result_of
+from operators.chat.tool_calls import ReadTurn
+from operators.tools.toolbox import GRACE_S, Toolbox
 from operators.tools.toolset import TookTooLong, ToolSession, Toolset
-
-_GRACE_S = 5.0
-"""For a session to end a call by itself, behind the limit of the call."""
 
 
 class ToolHands:
@@ -29,15 +28,33 @@ class ToolHands:
     def __init__(self, box: Toolbox, rest: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
         """rest: stops the clock of the world, while it waits for its turn."""
         self._box, self._rest = box, rest
-        self._lent = contextlib.AsyncExitStack()
-        self._sessions: list[ToolSession] = []
-        self.called = 0
-        """Calls that were read so far."""
+        self._lent, self._taking = contextlib.AsyncExitStack(), asyncio.Lock()
+        self._sessions: list[ToolSession | None] = []
+        """By place of the toolset; None: of one that all share."""
         self.failure: WorldFailed | None = None
         """Why a tool was no tool any more; what is made of the rollout after this counts for nothing."""
 
-    async def result(self, call: Message) -> str:
-        """What a call came to, as the model hears it. Raises WorldFailed where the tool has died."""
+    def read(self, text: str, first: int = 0) -> ReadTurn:
+        """A turn of the policy's, with the calls that stand in it, numbered from `first` in its conversation."""
+        return self._box.calls.read(text, self._box.definitions, first=first)
+
+    def answer(self, call: Message | None, result: str) -> str | Message:
+        """A result as the policy hears it. call: None where what it wrote was no call."""
+        if self._box.layout is not None:
+            return self._box.layout.laid_out(result)
+        return result if call is None else result_of(call, result)
+
+    async def results(self, calls: Sequence[Message]) -> list[str]:
+        """What the calls of a turn came to, as the model hears it, one after the other as long as there is time for
+        one more. Raises WorldFailed where a tool has died."""
+        box, began, results = self._box, time.monotonic(), []
+        for call in calls:
+            left_s = box.turn_s - (time.monotonic() - began)
+            late = left_s <= box.timeout_s + GRACE_S
+            results.append("error: there is no time left in this turn" if late else await self._result(call))
+        return results
+
+    async def _result(self, call: Message) -> str:
         name = call["function"]["name"]
         try:
             arguments = arguments_of(call, self._box.definitions)
@@ -58,16 +75,23 @@ class ToolHands:
                 f"{toolset!r:.60} is none of the episode's toolsets; found {len(self._box.toolsets)} others; "
                 f"give it in tools=[...]"
             )
-        at = self._box.toolsets.index(toolset)
+        box, at = self._box, self._box.toolsets.index(toolset)
         try:
-            while len(self._sessions) < len(self._box.toolsets):
-                pool = self._box.pool(len(self._sessions))
-                with self._rest():
-                    self._sessions.append(await self._lent.enter_async_context(pool.lend()))
+            if toolset.is_shared:
+                return await box.shared(at)
+            async with self._taking:
+                for place in range(len(self._sessions), len(box.toolsets)):
+                    if box.toolsets[place].is_shared:
+                        self._sessions.append(None)
+                        continue
+                    with self._rest():
+                        self._sessions.append(await self._lent.enter_async_context(box.pool(place).lend()))
         except WorldFailed as error:
             self.failure = error
             raise
-        return self._sessions[at]
+        session = self._sessions[at]
+        assert session is not None, "it is not shared"
+        return session
 
     async def close(self) -> None:
         """Give the sessions back."""
@@ -79,14 +103,19 @@ class ToolHands:
         function = self._box.functions.get(name)
         if function is not None:
             return await self._box.threads().call(function, arguments, limit_s)
-        session = await self.session(self._box.toolsets[self._box.owners[name]])
-        limit = asyncio.timeout(limit_s + _GRACE_S)
+        at = self._box.owners[name]
+        session = await self.session(self._box.toolsets[at])
+        limit = asyncio.timeout(limit_s + GRACE_S)
         try:
             async with limit:
                 return await session.call(name, arguments, timeout_s=limit_s, characters=characters)
+        except WorldFailed:
+            await self._box.lose(at, session)
+            raise
         except TimeoutError as error:
             if limit.expired():
-                raise WorldFailed(f"'{name}' gave no answer for {limit_s + _GRACE_S:g} s") from error
+                await self._box.lose(at, session)
+                raise WorldFailed(f"'{name}' gave no answer for {limit_s + GRACE_S:g} s") from error
             raise
 
 

@@ -41,6 +41,8 @@ class McpServer:
     uses: int | None = 1
     """For how many rollouts a session serves, one after the other, for servers that keep nothing of one call for the
     next; None: as many as come."""
+    is_shared: bool = False
+    """Whether one session serves all rollouts of a process at once, for servers that keep nothing at all."""
     start_s: float = 30.0
     """For a session to begin."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,11 @@ class Sandbox:
     """Folders of this machine that can be read in it, under their own names."""
 
     @property
+    def is_shared(self) -> bool:
+        """A sandbox is of one rollout."""
+        return False
+
+    @property
     def uses(self) -> int:
         """A sandbox is of one rollout."""
         return 1
@@ -84,7 +90,8 @@ class SandboxSession:
     """The sandbox of one rollout; one that has used more than it may is followed by a new one, and the model is told."""
 
     def __init__(self, made_by: Sandbox) -> None:
-        self._made_by = made_by
+        self._made_by, self._one = made_by, asyncio.Lock()
+        """The lock: one command at a time, also where the conversations of a rollout go on beside each other."""
         self._sandbox: KeptSandbox | None = None
 
     async def begin(self) -> KeptSandbox:
@@ -106,11 +113,14 @@ class SandboxSession:
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int) -> str:
         """As `ToolSession.call`."""
-        told = str(next(iter(arguments.values()), ""))
+        async with self._one:
+            return await self._called(name, str(next(iter(arguments.values()), "")), timeout_s, 4 * characters)
+
+    async def _called(self, name: str, told: str, timeout_s: float, most_bytes: int) -> str:
         sandbox = await self._held()
         run = sandbox.python if name == "python" else sandbox.shell
         try:
-            return _shown(await run(told, timeout_s=timeout_s, most_bytes=4 * characters))
+            return _shown(await run(told, timeout_s=timeout_s, most_bytes=most_bytes))
         except SandboxError as error:
             self._end()
             raise WorldFailed(str(error)) from error
@@ -126,7 +136,8 @@ class SandboxSession:
     async def write(self, path: str, data: bytes) -> None:
         """Put a file below /tmp. Raises WorldFailed; CommandRefused where it cannot be written."""
         try:
-            await (await self._held()).write(path, data)
+            async with self._one:
+                await (await self._held()).write(path, data)
         except SandboxError as error:
             self._end()
             raise WorldFailed(str(error)) from error
@@ -134,7 +145,8 @@ class SandboxSession:
     async def read(self, path: str) -> bytes:
         """A file of below /tmp, 8 MiB at most. Raises WorldFailed; CommandRefused where there is none, or it is longer."""
         try:
-            return await (await self._held()).read(path)
+            async with self._one:
+                return await (await self._held()).read(path)
         except SandboxError as error:
             self._end()
             raise WorldFailed(str(error)) from error

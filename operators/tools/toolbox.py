@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +16,8 @@ from operators.environments.pool import SessionPool
 from operators.tools.threads import ToolThreads
 from operators.tools.toolset import ToolSession, Toolset
 
+GRACE_S = 5.0
+"""For a session to end a call by itself, behind the limit of the call."""
 PATIENCE_S = 900.0
 """For a session that is free: rollouts give theirs back when they end, and may wait for the policy until then."""
 
@@ -22,17 +26,20 @@ class Toolbox:
     """Definitions, the format of calls, and by name who makes a call; in each process its threads and sessions."""
 
     def __init__(
-        self, tools: Sequence[Any], *, calls: TextCalls | None, form: ChatFormat | None, timeout_s: float, characters: int
-    ) -> None:
+        self, tools: Sequence[Any], *, calls: TextCalls | None, form: ChatFormat | None, timeout_s: float, characters: int,
+        turn_s: float = 30.0,
+    ) -> None:  # fmt: skip
         """Ask toolsets for what they have, and find how the policy writes calls. Raises GraphError.
 
-        calls: how calls are written as text; None: as the chat template has them.
+        calls: how calls are written as text; None: as the chat template has them. timeout_s: of one call. turn_s: for
+        all calls of a turn.
         """
-        self.timeout_s, self.characters = timeout_s, characters
+        self.timeout_s, self.characters, self.turn_s = timeout_s, characters, turn_s
         self.toolsets: list[Toolset] = [tool for tool in tools if isinstance(tool, Toolset)]
         functions = [tool for tool in tools if not isinstance(tool, Toolset)]
         own = definitions_of(functions)
-        self.definitions = [*own, *(each for toolset in self.toolsets for each in toolset.definitions())]
+        theirs = [toolset.definitions() for toolset in self.toolsets]
+        self.definitions = [*own, *(each for some in theirs for each in some)]
         names = [each["function"]["name"] for each in self.definitions]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -41,12 +48,13 @@ class Toolbox:
             each["function"]["name"]: function for each, function in zip(own, functions, strict=True)
         }
         self.owners: dict[str, int] = {
-            each["function"]["name"]: at for at, toolset in enumerate(self.toolsets) for each in toolset.definitions()
+            each["function"]["name"]: at for at, some in enumerate(theirs) for each in some
         }
         self.layout = calls
         self.calls = _format(calls, form)
         self._threads: ToolThreads | None = None
         self._pools: list[SessionPool[ToolSession]] = []
+        self._shared: dict[int, asyncio.Task[ToolSession]] = {}
 
     @property
     def in_template(self) -> Sequence[Message]:
@@ -71,8 +79,31 @@ class Toolbox:
             ]  # fmt: skip
         return self._pools[at]
 
+    async def shared(self, at: int) -> ToolSession:
+        """The session that all rollouts of this process have. Raises WorldFailed where none can be had; the next who
+        asks tries again."""
+        task = self._shared.get(at)
+        if task is None:
+            task = self._shared[at] = asyncio.create_task(_opened(self.toolsets[at]))
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            self._shared.pop(at, None)
+            raise
+
+    async def lose(self, at: int, session: ToolSession) -> None:
+        """A session that all had has failed: who asks next gets another."""
+        task = self._shared.get(at)
+        if task is not None and task.done() and task.result() is session:
+            del self._shared[at]
+            await session.close()
+
     async def close(self) -> None:
         """Close all sessions of this process."""
+        shared, self._shared = self._shared, {}
+        for task in shared.values():
+            with contextlib.suppress(Exception):
+                await (await task).close()
         pools, self._pools = self._pools, []
         for pool in pools:
             await pool.close()
@@ -108,6 +139,10 @@ def _unhinted(function: Callable[..., Any]) -> list[str]:
     if not inspect.getdoc(function):
         return [f"tool '{name}' has no docstring; say what it does, and what each parameter is under \"Args:\""]
     return []
+
+
+async def _opened(toolset: Toolset) -> ToolSession:
+    return await toolset.open()
 
 
 def _format(calls: TextCalls | None, form: ChatFormat | None) -> CallFormat:

@@ -31,6 +31,10 @@ class Toolset(Protocol):
     """Tools that share a session."""
 
     @property
+    def is_shared(self) -> bool:
+        """Whether one session serves all rollouts of a process at once; the rest of the numbers count for nothing then."""
+
+    @property
     def at_once(self) -> int:
         """Most sessions that are alive at a time in a process."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import linecache
 import os
 import signal
 import sys
@@ -15,6 +16,9 @@ from .wire import read_frame
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+NAME = "<code>"
+"""What tracebacks call it."""
 
 
 def serve(feed: int, sign: int) -> None:
@@ -57,11 +61,12 @@ def serve(feed: int, sign: int) -> None:
 
 def run(source: str, names: dict[str, Any]) -> None:
     """Execute code; where its last statement is an expression, print its value unless it is None."""
-    tree = ast.parse(source, "code.py")
+    linecache.cache[NAME] = len(source), None, source.splitlines(keepends=True), NAME
+    tree = ast.parse(source, NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "code.py", "exec", dont_inherit=True), names)
+    exec(compile(tree, NAME, "exec", dont_inherit=True), names)
     if last is not None:
-        value = eval(compile(ast.Expression(last.value), "code.py", "eval", dont_inherit=True), names)
+        value = eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), names)
         if value is not None:
             names["_"] = value
             builtins.print(repr(value))
@@ -70,7 +75,7 @@ def run(source: str, names: dict[str, Any]) -> None:
 def _tell(error: BaseException) -> None:
     """Print a traceback from where the code begins."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != "code.py":
+    while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
         trace = trace.tb_next
     try:
         traceback.print_exception(type(error), error, trace, limit=-20)

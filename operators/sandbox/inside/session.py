@@ -181,10 +181,11 @@ class KeptSandbox:
         if (pid := os.fork()) == 0:
             try:
                 os.setsid()
+                for place, fd in enumerate((null, *streams)):
+                    os.dup2(fd, place)
                 for place, fd in kept.items():
-                    if place != fd:
-                        os.dup2(fd, place)
-                keep_files((null, *streams), tuple(kept))
+                    os.dup2(fd, place) if place != fd else os.set_inheritable(fd, True)
+                keep_files((0, 1, 2), tuple(kept))
                 cage.go_dark()
                 cage.limit(**self._limits["cage"])
                 cage.refuse_calls(programs=True)
