@@ -215,7 +215,8 @@ def shared_out_bytes(pid: int) -> int:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except PermissionError:
         return private_bytes(pid)
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:")]
+    return sum(found) if found else private_bytes(pid)
 
 
 def _refuse(value: object) -> int:

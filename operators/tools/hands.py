@@ -47,7 +47,12 @@ class ToolHands:
     async def results(self, calls: Sequence[Message]) -> list[str]:
         """What the calls of a turn came to, as the model hears it, one after the other as long as there is time for
         one more. Raises WorldFailed where a tool has died."""
-        box, began, results = self._box, time.monotonic(), []
+        box, results = self._box, list[str]()
+        for call in calls:
+            at = box.owners.get(call["function"]["name"])
+            if at is not None:
+                await self.session(box.toolsets[at])
+        began = time.monotonic()
         for call in calls:
             left_s = box.turn_s - (time.monotonic() - began)
             late = left_s <= box.timeout_s + GRACE_S
@@ -128,8 +133,8 @@ def shown(value: Any, characters: int) -> str:
     '{"a": 1}'
     """
     text = value if isinstance(value, str) else _written(value)
-    text = text.encode("utf-8", "replace").decode() if len(text) <= characters else text
-    return text if len(text) <= characters else f"{text[:characters]}\n[cut: {len(text)} characters in all]"
+    cut = text[:characters].encode("utf-8", "replace").decode()
+    return cut if len(text) <= characters else f"{cut}\n[cut: {len(text)} characters in all]"
 
 
 def _written(value: Any) -> str:

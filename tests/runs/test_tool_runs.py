@@ -11,6 +11,8 @@ from typing import Any
 
 import pyarrow.compute as pc
 import pytest
+from rigs.machine import alive, wait_until
+from rigs.ranks import processes_of
 from rigs.striking import Striking
 
 from dataflow import Graph, Model, collect, run, scorer
@@ -142,21 +144,34 @@ def test_a_sandbox_is_of_one_rollout_and_all_are_given_back(policy: Path, tmp_pa
     assert not pc.any(pc.is_valid(table.column("error"))).as_py()
 
 
+class StrikingWorlds(Striking):
+    """Kills also what is no worker of its own: the processes in which functions run, of which there is no record."""
+
+    def strike(self, pid: int) -> None:
+        if pid in processes_of("boxed")[1:]:
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not alive([pid]), 30.0)
+        else:
+            super().strike(pid)
+
+
 @needs_sandbox
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("machine")
 def test_a_run_whose_processes_are_killed_is_clean_and_gives_every_sandbox_back(policy: Path, tmp_path: Path) -> None:
-    """The episode's worker, the server of its pool and the processes in which functions run, one after the other."""
+    """The processes in which functions run, the server that forks them, and workers, one after the other."""
     limits = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=3))
-    steps, victims = 16, [("boxed", 0), ("generator", 0), ("boxed", 0), ("trainer", 0)]
-    striking = Striking(tmp_path, {"boxed": 4, "generator": 1, "trainer": 1}, victims)
+    victims = [("boxed", 2), ("boxed", 0), ("generator", 0), ("boxed", 3), ("boxed", 1), ("boxed", 0), ("trainer", 0)]
+    striking = StrikingWorlds(tmp_path, {"boxed": 4, "generator": 1, "trainer": 1}, victims)
     striking.start()
+    steps = 20
     result = run(graph(policy), steps=steps, runs=tmp_path, quiet=True, limits=limits)
     striking.join(1.0)
     assert striking.error is None and striking.struck == victims
     assert result.verdict.clean, result.verdict.line
     assert f"{steps * 4} trained + 0 dropped" in result.verdict.line
+    assert not list((result.folder / "finished").rglob("*.turns"))
 
 
 # The chat template's own calls

@@ -35,7 +35,7 @@ def serve(feed: int, sign: int) -> None:
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
     sys.set_int_max_str_digits(0)
     sys.argv = [""]
-    module = ModuleType("__main__")
+    module, own = ModuleType("__main__"), os.getpid()
     sys.modules["__main__"] = module
     while True:
         try:
@@ -51,6 +51,8 @@ def serve(feed: int, sign: int) -> None:
                 print(f"SystemExit: {error.code}", file=sys.stderr)
         except BaseException as error:
             _tell(error)
+        if os.getpid() != own:  # a fork that the code has let go on
+            os._exit(0)
         try:
             sys.stdout.flush()
             sys.stderr.flush()
