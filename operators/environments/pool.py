@@ -73,6 +73,8 @@ class SessionPool(Generic[S]):
         """And how often each was lent."""
         self._waiting: deque[asyncio.Future[tuple[S, int]]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._beginning: set[asyncio.Task[None]] = set()
+        """Those of them that start a session."""
         self._starting = self._held = 0
         self._is_failing = self._is_closed = False
         self.started = self.renewed = 0
@@ -102,7 +104,7 @@ class SessionPool(Generic[S]):
     async def close(self) -> None:
         """Close what is idle, and give up what is starting; what is lent is closed when it comes back."""
         self._is_closed = True
-        for task in self._tasks:
+        for task in self._beginning:
             task.cancel()
         for waiting in self._waiting:
             waiting.cancel()
@@ -143,7 +145,9 @@ class SessionPool(Generic[S]):
         )  # fmt: skip
         for _ in range(0 if self._is_closed else missing):
             self._starting += 1
-            self._later(self._begin())
+            task = self._later(self._begin())
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
 
     async def _begin(self) -> None:
         """Start a session; where there is no room for it, again as long as somebody waits. Who waits first hears why it
@@ -197,7 +201,8 @@ class SessionPool(Generic[S]):
             self._held -= 1
             self._serve()
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -46,17 +46,17 @@ def command(program: str, tmp_bytes: int) -> list[str]:
 def kept_command(program: str, tmp_bytes: int, folders: Sequence[str] = ()) -> list[str]:
     """The same for a sandbox that is kept, in which the system's programs can be started; folders: more that can be
     read there, under their own names."""
-    more = (part for folder in folders for part in ("--ro-bind", folder, folder))
-    return _command(program, tmp_bytes, (*_programs(), *_files(), *more), _START.format("session"))
+    more = [part for folder in folders for part in ("--ro-bind", folder, folder)]
+    return _command(program, tmp_bytes, (*_programs(), *_files()), _START.format("session"), more)
 
 
-def _command(program: str, tmp_bytes: int, files: Sequence[str], start: str) -> list[str]:
+def _command(program: str, tmp_bytes: int, files: Sequence[str], start: str, more: Sequence[str] = ()) -> list[str]:
     return [
         program, "--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1",
         "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
         "--clearenv", "--setenv", "PYTHONHASHSEED", "0",
         *files, "--ro-bind", str(_INSIDE), "/sandbox/inside",
-        "--size", str(tmp_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
+        "--size", str(tmp_bytes), "--tmpfs", "/tmp", *more, "--remount-ro", "/", "--chdir", "/tmp",
         str(_interpreter()), "-s", "-P", "-S", "-B", "-X", "utf8", "-c", start,
     ]  # fmt: skip
 

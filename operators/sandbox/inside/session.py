@@ -53,7 +53,7 @@ def main() -> None:
         while True:
             what, *rest = decode(read_frame(0), lambda number: None)
             _signal_all(signal.SIGCONT)
-            reply = getattr(kept, what)(*rest)
+            reply = kept.reply(what, rest)
             _signal_all(signal.SIGSTOP)
             write_frame(1, _encoded(reply))
     except EOFError:
@@ -67,15 +67,24 @@ class KeptSandbox:
         self._limits = limits
         self._folder = HOME
         self._environment = {"HOME": HOME, "PATH": _PATH, "LANG": "C.UTF-8", "TERM": "dumb"}
+        self._ended: dict[int, int] = {}
+        """Wait statuses of processes that were collected before anybody asked for them."""
         self._python: tuple[int, int, int, int] | None = None
         """Of the interpreter: its process, and our ends of its requests, its signs and its output."""
+
+    def reply(self, what: str, told: list[Any]) -> list[Any]:
+        """What a request comes to; a sandbox that cannot go on after it is lost."""
+        try:
+            return getattr(self, what)(*told)  # type: ignore[no-any-return]
+        except Exception as error:
+            return ["lost", f"left the sandbox in disorder ({type(error).__name__}: {error})"]
 
     def python(self, code: str, seconds: float, most: int) -> list[Any]:
         """Run code in the interpreter that ran what came before."""
         told = code.encode("utf-8", "surrogatepass")
         if len(told) > LONGEST_CODE:
             return ["failed", f"the code has {len(told)} bytes, and may have {LONGEST_CODE}; write a file first"]
-        if self._python is None or not self._told(told):
+        if self._python is None or self._python[0] in self._ended or not self._told(told):
             self._end_python()
             self._python = self._started()
             self._told(told)
@@ -104,7 +113,7 @@ class KeptSandbox:
         _, note = self._wait(pid, output, None, seconds, left)
         if note:
             self._kill_group(pid)
-        status = os.waitpid(pid, 0)[1]
+        status = self._status(pid)
         left.drain()
         output.drain()
         os.close(out[0])
@@ -138,7 +147,7 @@ class KeptSandbox:
             return ["failed", f"{path} cannot be read: {error.strerror}"]
 
     def _ran(self, output: _Output, note: str) -> list[Any]:
-        _reap()
+        self._reap()
         room = os.statvfs(HOME)
         if room.f_files - room.f_ffree > self._limits["files"]:
             return ["lost", f"made more than {self._limits['files']} files"]
@@ -147,9 +156,11 @@ class KeptSandbox:
     def _told(self, code: bytes) -> bool:
         """Whether the interpreter takes code: what ran in it may have closed its end, or does not read."""
         assert self._python is not None
+        _, feed, sign, _ = self._python
         try:
+            _Output(sign, 0).drain()  # signs that the code gave itself
             whole = FRAME.pack(len(code)) + code
-            return os.write(self._python[1], whole) == len(whole)
+            return os.write(feed, whole) == len(whole)
         except OSError:
             return False
 
@@ -159,7 +170,7 @@ class KeptSandbox:
             return 0
         (pid, *fds), self._python = self._python, None
         self._kill_group(pid)
-        status = os.waitpid(pid, 0)[1]
+        status = self._status(pid)
         for fd in fds:
             os.close(fd)
         return status
@@ -189,7 +200,6 @@ class KeptSandbox:
                 cage.go_dark()
                 cage.limit(**self._limits["cage"])
                 cage.refuse_calls(programs=True)
-                os.chdir(self._folder if os.path.isdir(self._folder) else HOME)
                 work()
             finally:
                 os._exit(1)
@@ -197,6 +207,7 @@ class KeptSandbox:
         return pid
 
     def _execute(self, command: bytes) -> None:
+        os.chdir(self._folder if os.path.isdir(self._folder) else HOME)
         shell = next((path for path in SHELLS if os.access(path, os.X_OK)), SHELLS[-1])
         os.execve(shell, [shell, "-c", _PROLOGUE.encode() + command], self._environment)
 
@@ -233,6 +244,19 @@ class KeptSandbox:
                     return False, f"took more than {seconds:g} s"
         finally:
             os.close(end)
+
+    def _status(self, pid: int) -> int:
+        """The wait status of a process that ends."""
+        return self._ended.pop(pid) if pid in self._ended else os.waitpid(pid, 0)[1]
+
+    def _reap(self) -> None:
+        """Collect what has ended."""
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if self._python is not None and found[0] == self._python[0]:
+                    self._ended[found[0]] = found[1]
+        except ChildProcessError:
+            pass
 
     def _kill_group(self, pid: int) -> None:
         try:  # noqa: SIM105  (contextlib is slow to import)
@@ -272,15 +296,6 @@ def _signal_all(number: int) -> None:
     try:  # noqa: SIM105
         os.kill(-1, number)
     except ProcessLookupError:
-        pass
-
-
-def _reap() -> None:
-    """Collect what has ended and is nobody's child any more."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
         pass
 
 

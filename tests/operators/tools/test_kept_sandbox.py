@@ -86,8 +86,8 @@ def test_a_shell_keeps_its_folder_and_its_environment_and_shares_files_with_pyth
 def test_files_go_in_and_out() -> None:
     async def work(session: SandboxSession) -> None:
         await session.write("in/data.csv", b"a,b\n1,2\n")
-        said = await session.call("shell", {"command": "cat in/data.csv | tr , ; > out; mkfifo pipe"}, timeout_s=20, characters=99)
-        assert "syntax error" in said or said == "[no output]"
+        said = await session.call("shell", {"command": "cat in/data.csv | tr , +"}, timeout_s=20, characters=99)
+        assert said == "a+b\n1+2"
         await session.call("python", {"code": "open('out','w').write('x' * 3)"}, timeout_s=20, characters=99)
         assert await session.read("out") == b"xxx"
         with pytest.raises(CommandRefused, match="No such file"):
@@ -154,15 +154,15 @@ def test_too_many_files_end_the_sandbox_and_the_model_is_told() -> None:
         "import os\nos.closerange(0, 64)",
         "import os\nfor fd in range(3, 30):\n    try: os.write(fd, b'..........')\n    except OSError: pass",
         "import sys\nsys.modules.clear()",
-        "import os\nwhile True: os.fork()",
-        "import builtins\nbuiltins.print = None\nimport ast\nast.parse = None",
+        "import os, time\nfor _ in range(99):\n    if not os.fork(): time.sleep(30), os._exit(0)",
+        "import os\nif not os.fork(): x = 5",
         "import os, signal\nos.kill(1, 9); os.kill(1, 19); os.kill(1, 15)",
     ],
 )
 def test_nothing_that_is_done_inside_breaks_the_sandbox(code: str) -> None:
     found = told(("python", code), ("shell", "echo a"), ("python", "6 * 7"), ("python", "6 * 7"), timeout_s=3.0)
     assert found[1].startswith("a") or "Resource" in found[1] or "fork" in found[1], found
-    assert "42" in found[2:] or "Python was started anew" in found[2] + found[3], found
+    assert "42" in found[2] or "42" in found[3] or "Python was started anew" in found[2] + found[3], found
 
 
 def test_nothing_runs_between_two_commands() -> None:

@@ -156,7 +156,7 @@ def test_a_long_answer_is_cut() -> None:
 
 def test_functions_that_block_hold_nobody_up() -> None:
     async def many() -> float:
-        made, began = box(block, timeout_s=30.0), time.monotonic()
+        made, began = box(block, timeout_s=20.0), time.monotonic()
 
         async def one() -> None:
             hands = ToolHands(made)
