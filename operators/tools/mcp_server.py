@@ -153,7 +153,9 @@ class McpSession:
         task, self._task = self._task, None
         if task is None:
             return
-        _, late = await asyncio.wait({task}, timeout=_CLOSE_S)
+        late = {task}
+        if self._begun.is_set():
+            _, late = await asyncio.wait({task}, timeout=_CLOSE_S)
         if late:
             task.cancel()
             await asyncio.wait({task}, timeout=_CLOSE_S)

@@ -40,8 +40,8 @@ async def hang() -> str:
 
 @server.tool()
 def much() -> str:
-    """Ten megabytes."""
-    return "x" * (10 << 20)
+    """A megabyte."""
+    return "x" * (1 << 20)
 
 
 @server.tool()
