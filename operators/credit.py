@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dataflow.records import Array
+from dataflow.records import AnyArray, Array
 from dataflow.scorer import scorer
 
 
@@ -169,7 +169,9 @@ def conversation_advantage(
     each = zip(turn, turn_reward, training_row, row_conversation, row_role, row_branch_turn, strict=True)
     for number, (turns_S, rewards_S, rows_S, owners, roles, branch_turns) in enumerate(each):
         owner_S = np.asarray(owners, np.int64)[np.asarray(rows_S, np.int64)]
-        found = _conversation_values(np.asarray(turns_S), np.asarray(rewards_S, np.float64), owner_S, owners, branch_turns)
+        found = _conversation_values(
+            np.asarray(turns_S), np.asarray(rewards_S, np.float64), owner_S, owners, branch_turns
+        )
         begun = {int(owner): (role, int(at)) for owner, role, at in zip(owners, roles, branch_turns, strict=True)}
         keys = {owner: (number, at) if at >= 0 else role for owner, (role, at) in begun.items()}
         for owner, value in found.items():
@@ -180,16 +182,19 @@ def conversation_advantage(
     made = []
     for owner_S, keys, found, chosen in zip(owners_S, compared, values, mask, strict=True):
         advantages = {owner: value - float(np.mean(alike[keys[owner]])) for owner, value in found.items()}
-        made.append(np.array([advantages[owner] for owner in owner_S.tolist()]) * np.asarray(chosen, bool))
+        of_S = [advantages[owner] for owner in owner_S.tolist()]
+        made.append(np.where(np.asarray(chosen, bool), of_S, 0.0))
     return made
 
 
 def _conversation_values(
-    turns_S: Array, rewards_S: Array, owner_S: Array, owners: Array, branch_turns: Array
+    turns_S: AnyArray, rewards_S: AnyArray, owner_S: AnyArray, owners: Array, branch_turns: Array
 ) -> dict[int, float]:
     """The value of each conversation of a rollout; see `conversation_advantage`."""
     owner_of = dict(zip(turns_S.tolist(), owner_S.tolist(), strict=True))
-    parents = {int(owner): owner_of.get(int(at)) if at >= 0 else None for owner, at in zip(owners, branch_turns, strict=True)}
+    parents = {
+        int(owner): owner_of.get(int(at)) if at >= 0 else None for owner, at in zip(owners, branch_turns, strict=True)
+    }
     found: dict[int, float] = {}
     for owner in sorted(parents, reverse=True):  # branches have higher numbers than what they go on from
         below = [value for each, value in found.items() if parents[each] == owner]

@@ -43,10 +43,10 @@ class SampledCall:
 def training_rows(calls: Iterable[SampledCall]) -> list[TrainingRow]:
     """The rows of one rollout, whatever its caller did to the conversation between two calls.
 
-    A call whose prompt begins with a row as it stands, prompt and all that was sampled in it, goes on with that row (the
-    longest such); any other begins one: the past was cut, summed up or stripped, another agent speaks, or the call goes
-    another way from where an earlier one began. So each sampled token is chosen in one row, and what of it stands in a
-    later row is context there. Turns are numbered as the calls are; calls without tokens leave none.
+    A call whose prompt begins with a row as it stands, prompt and all that was sampled in it, goes on with that row
+    (the longest such); any other begins one: the past was cut, summed up or stripped, another agent speaks, or the call
+    goes another way from where an earlier one began. So each sampled token is chosen in one row, and what of it stands
+    in a later row is context there. Turns are numbered as the calls are; calls without tokens leave none.
 
     >>> import numpy as np
     >>> def call(prompt, *ids):

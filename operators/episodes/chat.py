@@ -12,7 +12,7 @@ from dataflow.errors import OperatorError
 from dataflow.scoring.calls import Ask
 from operators.episodes.heard import Heard, text_of
 from operators.episodes.reply import Reply
-from operators.episodes.talks import FIRST, Origin
+from operators.episodes.talks import FIRST, TalkOrigin
 from operators.tools.hands import ToolHands
 
 HEARD_CHARACTERS = 1 << 20
@@ -67,12 +67,13 @@ class Chat(Protocol):
         has its own rewards and training rows, and the episode's budgets are for all together."""
 
     def branch(self, tries: int) -> list[Chat]:
-        """So many conversations that each go on from here; this one may go on, too. What was said so far is trained in
-        this one."""
+        """So many conversations that each go on from here; this one may go on, too. What was said so far is trained
+        in this one."""
 
     def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
         """Another conversation than what was said and heard stands before the policy's next turn: a text, which in a
-        chat is a message of the user's, or messages, those of the assistant's too. What was said is trained as it was."""
+        chat is a message of the user's, or messages, those of the assistant's too. What was said is trained as it
+        was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class TurnQuestion:
     """How the past was rewritten, before what was heard: see `rewriting`."""
     conversation: int = 0
     """Of which a turn is asked for."""
-    origin: Origin = FIRST
+    origin: TalkOrigin = FIRST
     """How that one began."""
 
     def to_bytes(self) -> bytes:
@@ -103,7 +104,7 @@ class TurnQuestion:
         heard, most, rewards, rewritten, conversation, origin = json.loads(body)
         return cls(
             heard=tuple(heard), most=most, rewards=tuple(map(tuple, rewards)), rewritten=rewritten,
-            conversation=conversation, origin=Origin(*origin),
+            conversation=conversation, origin=TalkOrigin(*origin),
         )  # fmt: skip
 
 
@@ -161,7 +162,7 @@ class Chats:
         """Of each turn, by conversation."""
         return [chat.rewards for chat in self.chats]
 
-    def begin(self, origin: Origin = FIRST, **state: Any) -> AskedChat:
+    def begin(self, origin: TalkOrigin = FIRST, **state: Any) -> AskedChat:
         """One more conversation."""
         chat = AskedChat(self, len(self.chats), origin, **state)
         self.chats.append(chat)
@@ -194,7 +195,7 @@ class AskedChat:
 
     among: Chats
     number: int
-    origin: Origin
+    origin: TalkOrigin
     heard: list[Heard] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     rewritten: str | None = None
@@ -263,7 +264,7 @@ class AskedChat:
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
         """As `Chat.agent`."""
-        return self.among.begin(Origin(role=str(role), history=self._history(history)))
+        return self.among.begin(TalkOrigin(role=str(role), history=self._history(history)))
 
     def branch(self, tries: int) -> list[AskedChat]:
         """As `Chat.branch`."""
@@ -305,8 +306,8 @@ class AskedChat:
             messages = list(history)
             if not self.among.has_messages or not messages or not all(isinstance(each, Mapping) for each in messages):
                 raise OperatorError(
-                    f"a chat's history is text, or messages where Generator(chat=True); found {messages!r:.60}; give it "
-                    f"what is to stand before the policy's next turn"
+                    f"a chat's history is text, or messages where Generator(chat=True); found {messages!r:.60}; give "
+                    f"it what is to stand before the policy's next turn"
                 )
             made = rewriting("messages", [dict(message) for message in messages])
         _bounded(len(made))

@@ -102,8 +102,9 @@ def episode(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any
 
     Its first parameter is the chat (`operators.episodes.chat.Chat`); parameters without a default are columns of the
     prompt, those with one are knobs. What it returns, if annotated, is the column of its name. The conversation is one
-    rollout, whose mask is true where the policy chose the token; where its past was rewritten, of several training rows. A function that raises, hangs or ends its process
-    leaves a rollout with an `error`. Raises GraphError for a function that cannot be one.
+    rollout, whose mask is true where the policy chose the token; where its past was rewritten, of several training
+    rows. A function that raises, hangs or ends its process leaves a rollout with an `error`. Raises GraphError for a
+    function that cannot be one.
 
     >>> from dataflow import Graph, Model
     >>> from operators import Generator, Prompts, episode

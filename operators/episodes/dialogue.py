@@ -76,8 +76,8 @@ class WaitingTurn:
 
 
 Context = Callable[[AnyArray, Sequence[SaidTurn], Sequence[Heard], str | None], AnyArray]
-"""Tokens of all that the policy sees, from the prompt, the turns so far, what was heard behind them and how the past was
-rewritten before that: `Words.context`."""
+"""Tokens of all that the policy sees, from the prompt, the turns so far, what was heard behind them and how the past
+was rewritten before that: `Words.context`."""
 
 
 @dataclass(kw_only=True)
@@ -156,8 +156,8 @@ class Dialogue:
         del self.turns[self.inherited + turns :]
 
     def rows(self, first: int = 0) -> list[TrainingRow]:
-        """Its training rows in which the policy said something, its own turns numbered from `first`. What the world said
-        after the last turn is not among them."""
+        """Its training rows in which the policy said something, its own turns numbered from `first`. What the world
+        said after the last turn is not among them."""
         found: list[list[tuple[RolloutTokens, int]]] = [[(RolloutTokens.given(self.prompt), NO_TURN)]]
         for at, turn in enumerate(self.turns, -self.inherited):
             if turn.begins:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from dataflow.records import (
 )
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
+from dataflow.scoring.failure import RolloutFailure, status_of
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
 from operators.chat.chat_format import ChatError, ChatFormat, Message
@@ -70,7 +72,11 @@ class LiveEpisode:
     """What failed, where it is not the world."""
     failures: int = 0
     """Of the world."""
+    since: float = 0.0
+    """When its function began, or was last told something."""
     returned: Any = None
+    columns_of_turns: Mapping[str, Any] | None = None
+    """Once it has ended; see `Talks.columns`."""
 
     def encode(self, start: int, stop: int) -> bytes:
         """What its call is made with."""
@@ -117,7 +123,11 @@ class EpisodesRuntime(Runtime):
         self._told: list[tuple[LiveEpisode, tuple[int, int], str | None]] = []
         """Episodes whose turn was drawn, and that have not heard of it: what it says, if anything."""
         self._begun: dict[str, list[int]] = {}
-        self._owed = self._turns = self._failed = self._numbered = self._played = 0
+        self._causes: Counter[str] = Counter()
+        """Rollouts that failed, by cause."""
+        self._world_s = 0.0
+        """That functions were at work, all together."""
+        self._owed = self._turns = self._retried = self._numbered = self._played = 0
 
     def room(self) -> int:
         """Prompts it would take now."""
@@ -180,10 +190,12 @@ class EpisodesRuntime(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Episodes that are live, those of them that wait for the policy, and those that have not begun; turns heard,
-        turns that were told again, and failures; how often a process was replaced."""
+        turns that were told again; failures by cause, and functions that were tried again after one; how often a
+        process was replaced; seconds of the functions, all together."""
         return {
             "active": len(self._live), "asking": len(self._asked), "waiting": len(self._waiting),
-            "turns": self._turns, "played": self._played, "failed": self._failed, "restarts": self._worlds.restarts,
+            "turns": self._turns, "played": self._played, "retried": self._retried, **status_of(self._causes),
+            "restarts": self._worlds.restarts, "world_s": self._world_s,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -223,6 +235,7 @@ class EpisodesRuntime(Runtime):
         while self._waiting and self._worlds.open_calls < self._at_once:
             *_, each = heapq.heappop(self._waiting)
             self._of_source[each.group.source] -= 1
+            each.since = self._context.clock()
             self._live[self._worlds.submit(1, each.encode)] = each
             began = True
         return began
@@ -230,6 +243,7 @@ class EpisodesRuntime(Runtime):
     def _ask(self, asked: Asked) -> None:
         """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
         each = self._live[asked.job]
+        self._worked(each)
         question = TurnQuestion.of(asked.body)
         try:
             found = each.talk.ask(
@@ -285,8 +299,15 @@ class EpisodesRuntime(Runtime):
         drawn, self._kept, self._told = self._told, {}, []
         for each, turn, text in drawn:
             if each.asked is not None and each.turn == turn:
+                each.since = self._context.clock()
                 self._worlds.tell(each.asked, told(text))
         return bool(drawn)
+
+    def _worked(self, each: LiveEpisode) -> None:
+        """Its function has asked for something, or returned: it was at work until now."""
+        now = self._context.clock()
+        self._world_s += now - each.since
+        each.since = now
 
     def _withdraw(self, each: LiveEpisode) -> None:
         """It waits for the generator no more."""
@@ -297,8 +318,10 @@ class EpisodesRuntime(Runtime):
     def _end(self, answer: Answer) -> None:
         """A function has returned, or failed."""
         each = self._live.pop(answer.job)
+        self._worked(each)
         each.failures += bool(answer.failures)
         if answer.failures and each.error is None and each.failures < self._episode.tries:
+            self._retried += 1
             each.asked = None
             self._await(each)
             return
@@ -309,14 +332,15 @@ class EpisodesRuntime(Runtime):
         reason = STOPPED
         if error is not None:
             reason = BROKEN
-            self._failed += 1
+            self._causes[RolloutFailure.read(error).cause] += 1
         else:
             outcome = Outcome.of(answer.body)
             each.returned, tail = outcome.returned, outcome.heard
             talk.end(outcome.rewards)
             reason = TOO_LONG if outcome.is_over else STOPPED
+        tokens, each.columns_of_turns = talk.columns()
         group.rows[each.position] = EndedRollout(
-            tokens=talk.columns()[0], start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
+            tokens=tokens, start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
         )
         group.left -= 1
         if not group.left:
@@ -346,7 +370,7 @@ class EpisodesRuntime(Runtime):
         temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
         at = batch.schema.get_field_index(TEMPERATURE)
         batch = batch.set_column(at, batch.schema.field(at), temperatures)
-        laid = [each.talk.columns()[1] for each in episodes]
+        laid = [each.columns_of_turns or each.talk.columns()[1] for each in episodes]
         for name, kind in EPISODE_COLUMNS.items():
             batch = batch.append_column(name, pa.array([columns[name] for columns in laid], kind))
         output = self._episode.signature.output

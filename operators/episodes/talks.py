@@ -1,4 +1,4 @@
-"""All conversations of one rollout: the first, those of agents in other roles, and branches; one budget for them all. Pure."""
+"""All conversations of one rollout: the first, those of agents in other roles, branches; one budget for all. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from operators.episodes.heard import Heard
 
 
 @dataclass(frozen=True)
-class Origin:
+class TalkOrigin:
     """How a conversation begins."""
 
     role: str = ""
@@ -30,7 +30,7 @@ class Origin:
     """What it begins with, as `chat.rewriting` has it; None: the prompt."""
 
 
-FIRST = Origin()
+FIRST = TalkOrigin()
 """Of the conversation with the rollout's prompt."""
 
 
@@ -63,7 +63,7 @@ class Talks:
     begin: Begin
     talks: dict[int, Dialogue] = field(default_factory=dict)
     """By conversation."""
-    origins: dict[int, Origin] = field(default_factory=dict)
+    origins: dict[int, TalkOrigin] = field(default_factory=dict)
     rewards: Sequence[Sequence[float]] = ()
     """Of the turns that the function has had, by conversation."""
 
@@ -78,7 +78,7 @@ class Talks:
 
     def ask(
         self, heard: Sequence[Heard], most: int | None, *, rewards: Sequence[Sequence[float]] = ((),),
-        rewritten: str | None = None, conversation: int = 0, origin: Origin = FIRST,
+        rewritten: str | None = None, conversation: int = 0, origin: TalkOrigin = FIRST,
     ) -> TurnRequest | str | None:  # fmt: skip
         """The function asks for its next turn in a conversation; see `Dialogue.ask`."""
         self.rewards = rewards
@@ -114,9 +114,9 @@ class Talks:
             if each.origin is not None:
                 *origin, seen = json.loads(each.origin)
                 parent = self.talks.get(origin[1])
-                if origin[1] >= 0 and (parent is None or len(parent.turns) < origin[2]):
+                if origin[2] > (0 if parent is None else len(parent.turns)):
                     continue
-                if _seen(self._talk(each.conversation, Origin(*origin))) != seen:
+                if _seen(self._talk(each.conversation, TalkOrigin(*origin))) != seen:
                     del self.talks[each.conversation]
             talk = self.talks.get(each.conversation)
             if talk is not None and talk.inherited <= each.number <= len(talk.turns):
@@ -129,8 +129,8 @@ class Talks:
             talk.end(len(rewards[number]) if number < len(rewards) else 0)
 
     def columns(self) -> tuple[RolloutTokens, Mapping[str, Any]]:
-        """Its tokens, conversation after conversation, and the columns of `records.EPISODE_COLUMNS`; of one in which the
-        policy said nothing, the prompt."""
+        """Its tokens, conversation after conversation, and the columns of `records.EPISODE_COLUMNS`; of one in which
+        the policy said nothing, the prompt."""
         rows: list[TrainingRow] = []
         owners: list[int] = []
         given: list[float] = []
@@ -156,8 +156,8 @@ class Talks:
         }  # fmt: skip
 
     def text(self, last: Sequence[Sequence[Heard]] = ()) -> str:
-        """What was said and heard after the prompt; of several conversations one after the other, each below its role or
-        its number. last: heard after the last turn, by conversation."""
+        """What was said and heard after the prompt; of several conversations one after the other, each below its role
+        or its number. last: heard after the last turn, by conversation."""
         texts = {
             number: self.talks[number].text(last[number] if number < len(last) else ()) for number in sorted(self.talks)
         }
@@ -171,14 +171,14 @@ class Talks:
         counts = enumerate(map(len, self.rewards))
         return [(number, self.talks[number].own[:count]) for number, count in counts if number in self.talks]
 
-    def _talk(self, number: int, origin: Origin) -> Dialogue:
+    def _talk(self, number: int, origin: TalkOrigin) -> Dialogue:
         """The conversation of this number; a new one where that began otherwise."""
         known = self.talks.get(number)
         parent = self.talks.get(origin.branch_of)
         before = [] if parent is None else parent.turns[: origin.at]
-        if known is not None and self.origins[number] == origin and known.inherited == len(before):
-            if all(one is other for one, other in zip(known.turns, before, strict=False)):
-                return known
+        is_same = known is not None and self.origins[number] == origin and known.inherited == len(before)
+        if known and is_same and all(one is other for one, other in zip(known.turns, before, strict=False)):
+            return known
         prompt, context = self.begin(origin.history)
         key = f"{self.key}#{number}" if number else self.key
         self.talks[number] = Dialogue(

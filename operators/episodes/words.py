@@ -90,7 +90,8 @@ class Beginnings:
     """Definitions that the chat template lays out."""
 
     def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
-        """Tokens that a conversation begins with, and what lays it out; history: `talks.Origin`. Raises ChatError."""
+        """Tokens that a conversation begins with, and what lays it out; history: as `TalkOrigin` has it. Raises
+        ChatError."""
         how = {} if history is None else json.loads(history)
         if self.form is None or not len(self.prompt):
             return self.plain.encode(how["text"]) if how else self.prompt, self.plain.context

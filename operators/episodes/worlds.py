@@ -195,7 +195,7 @@ def _prepare(episode: EpisodeKnobs, box: Toolbox | None, payload: bytes) -> Call
 
     async def call(index: int, ask: Ask) -> bytes:
         hands = None if box is None else ToolHands(box, ask.rest)
-        chats = Chats(ask, has_messages=episode.traits.chat, hands=hands)
+        chats = Chats(ask, has_messages=bool(episode.traits.chat), hands=hands)
         returned = episode.signature.nothing
         try:
             value = await episode.function(chats.begin(), **arguments, **episode.given)

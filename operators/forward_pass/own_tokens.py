@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import OperatorError
-from dataflow.records import COMPLETION, LOGPROBS, MASK, TOKENS, AnyArray
+from dataflow.records import COMPLETION, LOGPROBS, MASK, TOKENS, TURN, AnyArray
 from dataflow.tokens.training_rows import unfolded
 from operators.forward_pass.query import ModelQuery, lists
 from operators.training.learner.learner import Forward
@@ -69,13 +69,17 @@ class OwnTokens:
 
 
 def disagreement(tokenizer: Any, rows: pa.RecordBatch) -> str | None:
-    """How a tokenizer reads the chosen tokens, where in no row it reads what the policy wrote."""
+    """How a tokenizer reads the chosen tokens, where in no row it reads what the policy wrote. In an episode that is
+    what it said first: what the world said stands in the text, too."""
     told = None
+    in_turns = TURN in rows.schema.names
     for tokens, mask, completion in zip(*(rows.column(n).to_pylist() for n in (TOKENS, MASK, COMPLETION)), strict=True):
-        chosen = [token for token, is_chosen in zip(tokens, mask, strict=True) if is_chosen]
-        if completion and chosen:
-            read = tokenizer.decode(chosen, skip_special_tokens=True)
-            if _bare(completion) in _bare(read):
+        chosen = np.flatnonzero(mask)
+        if completion and len(chosen):
+            first = chosen[: 1 + np.flatnonzero(np.diff(chosen, append=-1) != 1)[0]] if in_turns else chosen
+            read = tokenizer.decode(np.asarray(tokens)[first].tolist(), skip_special_tokens=True)
+            begin = _bare(read)[: max(1, len(_bare(read)) // 2)]
+            if _bare(completion) in _bare(read) or (in_turns and begin and begin in _bare(completion)):
                 return None
             told = f"the policy wrote {completion[:40]!r}, which it reads as {read[:40]!r}"
     return told

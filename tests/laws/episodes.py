@@ -8,7 +8,7 @@ EPISODES = (
         "what was sampled is trained as it was sampled, with what was heard between",
         "test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them",
         "operators.episodes:Dialogue.rows",
-        instead("found[-1] += [(turn.tokens, number)]", "given", "number"),
+        instead("found[-1] += [said]", "found", "said"),
         "what the world said",
     ),
     Law(
@@ -38,6 +38,20 @@ EPISODES = (
         "operators.episodes:Dialogue.rows",
         never("begins", "!turns"),
         "that a training row begins there",
+    ),
+    Law(
+        "a branch of a past that is another one now is drawn anew",
+        "test_branches_of_what_was_drawn_anew_are_drawn_anew",
+        "operators.episodes:Talks._talk",
+        condition("known and is_same", "zip"),
+        "the comparison of what it goes on from",
+    ),
+    Law(
+        "all conversations of an episode have one budget",
+        "test_all_conversations_have_one_budget_and_different_seeds",
+        "operators.episodes:Talks.ask",
+        assigned("max_turns", "self.max_turns"),
+        "the turns of the others",
     ),
     Law(
         "how a caller treats its conversation, each sampled token is chosen once",

@@ -209,7 +209,8 @@ def _conversations(tree):
         "turn": np.array([each for at in numbers.values() for each in (-1, at)]),
         "turn_reward": np.array([each for _, _, reward in tree.values() for each in (0.0, reward)]),
         "training_row": np.repeat(np.arange(len(tree)), 2), "row_conversation": np.array(list(tree)),
-        "row_role": [role for role, *_ in tree.values()], "row_branch_turn": np.array([at for _, at, _ in tree.values()]),
+        "row_role": [role for role, *_ in tree.values()],
+        "row_branch_turn": np.array([at for _, at, _ in tree.values()]),
         "mask": np.tile([False, True], len(tree)),
     }  # fmt: skip
 
@@ -218,7 +219,8 @@ def test_branches_are_compared_with_those_that_began_where_they_did_and_others_w
     """Trunk 0 with branches 1 and 2 behind its turn 0, of which 2 has two more; and an agent beside it."""
     rollouts = [
         _conversations({
-            0: ("", -1, 0.5), 1: ("", 0, 1.0), 2: ("", 0, 0.0), 3: ("", 2, 4.0), 4: ("", 2, 2.0), 6: ("black", -1, -1.0),
+            0: ("", -1, 0.5), 1: ("", 0, 1.0), 2: ("", 0, 0.0), 3: ("", 2, 4.0), 4: ("", 2, 2.0),
+            6: ("black", -1, -1.0),
         }),
         _conversations({0: ("", -1, 1.0), 5: ("black", -1, 3.0)}),
     ]  # fmt: skip

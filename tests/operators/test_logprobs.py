@@ -21,6 +21,7 @@ from rigs.forwards import (
     tokenizer_of,
 )
 from rigs.heads import classifier
+from rigs.policy import ALPHABET
 
 from dataflow import Model
 from dataflow.errors import OperatorError
@@ -28,6 +29,7 @@ from dataflow.model import LoRA
 from dataflow.runtime import Context
 from dataflow.staleness import Bound
 from operators import Logprobs, Trainer, Values
+from operators.forward_pass.own_tokens import disagreement
 from operators.models.loading import load_model
 from operators.training.learner import policy as policy_module
 from operators.training.learner.packing import pack
@@ -80,6 +82,20 @@ def test_where_the_policy_drew_from_few_ids_the_distribution_is_over_these_alone
             left = logits[at - 1] if kept is None else logits[at - 1][kept]
             assert found[at] == pytest.approx(float(logits[at - 1, token] - left.logsumexp(-1)), abs=1e-5)
     assert sum(kept is not None for kept in row["sampling_mask"]) == 2
+
+
+def test_in_an_episode_the_tokenizer_is_told_by_what_the_policy_said_first() -> None:
+    (row,) = rollouts(0, ("b2=cx9",)).to_pylist()
+    kinds = pa.schema([*rollouts(0).schema, pa.field("turn", pa.list_(pa.int32()))])
+    said = {3, 4, 7, 8, 9}  # "b2", then "x9" and the end
+    spoken = {
+        **row,
+        "mask": [at in said for at in range(10)],
+        "turn": [int(at > 4) if at in said else -1 for at in range(10)],
+    }
+    heard = pa.RecordBatch.from_pylist([spoken], schema=kinds)
+    assert disagreement(tokenizer_of(), heard) is None
+    assert disagreement(tokenizer_of(ALPHABET[::-1]), heard) is not None
 
 
 def test_a_rollout_of_several_training_rows_has_the_logprobs_of_each(reference: Model) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dataflow.errors import OperatorError
 from operators.episodes.chat import AskedChat, Chats, EpisodeOver, TurnQuestion, told
-from operators.episodes.talks import Origin
+from operators.episodes.talks import TalkOrigin
 
 
 def chat_of(*answers: str | None, **knobs: Any) -> tuple[AskedChat, list[TurnQuestion]]:
@@ -82,7 +82,10 @@ def test_who_has_no_turn_left_may_cut_the_past_and_ask_again() -> None:
     ("wrong", "text"),
     [
         (lambda chat: chat.keep_last(-1), "takes a number of turns, but got -1; give 0 or more"),
-        (lambda chat: chat.rewrite([{"role": "user", "content": "a"}]), r"or messages where Generator\(chat=True\); found"),
+        (
+            lambda chat: chat.rewrite([{"role": "user", "content": "a"}]),
+            r"or messages where Generator\(chat=True\); found",
+        ),
         (lambda chat: chat.rewrite("a" * (1 << 20)), "says too much between two turns"),
     ],
 )
@@ -112,11 +115,11 @@ def test_branches_and_agents_are_conversations_of_their_own() -> None:
         await chat.say()
 
     asyncio.run(play())
-    black = Origin(role="black", history='{"text": "rules"}')
+    black = TalkOrigin(role="black", history='{"text": "rules"}')
     assert [(question.conversation, question.origin, question.heard) for question in asked] == [
-        (0, Origin(), ()), (1, Origin(branch_of=0, at=1), ("1", "2")), (4, Origin(branch_of=1, at=2), ()),
-        (2, Origin(branch_of=0, at=1), ("1", "2")), (6, Origin(branch_of=2, at=2), ()), (7, black, ()),
-        (0, Origin(), ("1",)),
+        (0, TalkOrigin(), ()), (1, TalkOrigin(branch_of=0, at=1), ("1", "2")), (4, TalkOrigin(branch_of=1, at=2), ()),
+        (2, TalkOrigin(branch_of=0, at=1), ("1", "2")), (6, TalkOrigin(branch_of=2, at=2), ()), (7, black, ()),
+        (0, TalkOrigin(), ("1",)),
     ]  # fmt: skip
     assert asked[-1].rewards == ((1.0,), (0.0,), (0.0,), (), (0.0,), (), (0.0,), (-1.0,))
 

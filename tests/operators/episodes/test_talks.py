@@ -11,9 +11,9 @@ from rigs.examples import examples
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.episodes.dialogue import Context, SaidTurn, TurnRequest, row_ids
-from operators.episodes.talks import FIRST, KeptTalk, Origin, Talks
+from operators.episodes.talks import FIRST, KeptTalk, TalkOrigin, Talks
 
-BLACK = Origin(role="black", history="b")
+BLACK = TalkOrigin(role="black", history="b")
 
 
 def encode(text: str) -> AnyArray:
@@ -45,7 +45,7 @@ class Played:
         self.kept: list[KeptTalk] = []
         self.drawn = 0
 
-    def begin(self, origin: Origin) -> int:
+    def begin(self, origin: TalkOrigin) -> int:
         self.origins.append(origin)
         self.rewards.append([])
         return len(self.origins) - 1
@@ -53,7 +53,7 @@ class Played:
     def branch(self, of: int) -> int:
         here = self.origins[of]
         if self.rewards[of] or here.branch_of < 0:
-            here = Origin(here.role, of, here.at + len(self.rewards[of]), here.history)
+            here = TalkOrigin(here.role, of, here.at + len(self.rewards[of]), here.history)
         return self.begin(here)
 
     def say(self, conversation: int, heard: str, *ids: int) -> Any:

@@ -24,7 +24,9 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
 )
 PROMPT = [{"role": "user", "content": "hi"}]
-STRIPPING = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('y')[-1] if m.role == 'assistant' else m.content }}")
+STRIPPING = TEMPLATE.replace(
+    "{{ m.content }}", "{{ m.content.split('y')[-1] if m.role == 'assistant' else m.content }}"
+)
 """Leaves out what stands before a "y" in turns of the assistant's that are past."""
 
 
@@ -136,7 +138,11 @@ def test_turns_that_stand_in_a_rewritten_conversation_keep_their_ids() -> None:
     drawn = np.array([ids("x")[0], ids("y")[0], ids("z")[0]])
     talk.say("xyz")
     assert talk.turns[0].tokens.ids[:3].tolist() == drawn.tolist()
-    left = [{"role": "user", "content": "so"}, {"role": "assistant", "content": "xyz"}, {"role": "user", "content": "c"}]
+    left = [
+        {"role": "user", "content": "so"},
+        {"role": "assistant", "content": "xyz"},
+        {"role": "user", "content": "c"},
+    ]
     seen = talk.say("x", rewritten=rewriting("messages", left))
     assert seen.tolist() == ids("u=so-a=xyz<eos>-u=c-a=").tolist()
 
