@@ -1,4 +1,4 @@
-"""Products of two numbers of three digits, which a small policy cannot work out, and a tool that can: `[mul(123,456)]`."""
+"""Products of numbers of three digits, which a small policy cannot work out, and a tool that can: `[mul(123,456)]`."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def reward(said: str, answer: str) -> float:
 
 
 def examples(count: int, *, seed: int, care: float = 0.6) -> Iterator[tuple[str, str]]:
-    """Yield turns of a careless player, for a warm start: the conversation so far, and what it says next. A share `care`
-    of the calls, and of the answers, is right; the others have a wrong digit, a broken form, or are no call at all."""
+    """Yield turns of a careless player, for a warm start: the conversation so far, and what it says next. A share
+    `care` of calls and answers is right; the others have a wrong digit, a broken form, or are no call at all."""
     draw = random.Random(f"products-examples-{seed}")
     made = 0
     while True:

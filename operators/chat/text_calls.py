@@ -63,4 +63,6 @@ def _python(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str |
     except BrokenCall:
         raise
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise BrokenCall(f"a call cannot be read: {error}; found {inside[:80]!r}; write name(value, key=value)") from error
+        raise BrokenCall(
+            f"a call cannot be read: {error}; found {inside[:80]!r}; write name(value, key=value)"
+        ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import TypeAlias
 
 from operators.chat.chat_format import Message
@@ -29,8 +28,16 @@ def messages_of(heard: Iterable[Heard]) -> list[Message]:
     [{'role': 'user', 'content': 'ab'}, {'role': 'tool', 'content': '5'}]
     """
     found: list[Message] = []
-    for is_text, parts in groupby(heard, key=lambda each: isinstance(each, str)):
-        found += [{"role": "user", "content": text_of(parts)}] if is_text else [p for p in parts if not isinstance(p, str)]
+    texts: list[str] = []
+    for each in [*heard, None]:
+        if isinstance(each, str):
+            texts.append(each)
+            continue
+        if texts:
+            found.append({"role": "user", "content": "".join(texts)})
+            texts = []
+        if each is not None:
+            found.append(each)
     return found
 
 

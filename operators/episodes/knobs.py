@@ -162,12 +162,16 @@ class EpisodeKnobs(Generate):
         ]
         if isinstance(self.timeout_s, bool) or not 0 < self.timeout_s < float("inf"):
             found.append(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
-        if isinstance(self.call_s, bool) or self.call_s <= 0 or (self.tools and self.timeout_s <= self.call_s + GRACE_S):
+        if (
+            isinstance(self.call_s, bool)
+            or self.call_s <= 0
+            or (self.tools and self.timeout_s <= self.call_s + GRACE_S)
+        ):
             found.append(
                 f"{head} has call_s={self.call_s!r} and timeout_s={self.timeout_s!r}; give a call seconds above 0, and "
                 f"the world {GRACE_S:g} s more at least"
             )
-        tools = tool_faults(self.tools, self.calls, is_chat=self.generator is None or self.generator.traits.chat)
+        tools = tool_faults(self.tools, self.calls, is_chat=self.generator is None or bool(self.generator.traits.chat))
         found += [f"{head}: {fault}" for fault in tools]
         if self.past not in get_args(Past):
             found.append(f"{head} has past={self.past!r}; give one of {list(get_args(Past))}")

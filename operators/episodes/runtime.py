@@ -39,6 +39,7 @@ from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
 from operators.episodes.dialogue import TurnRequest
+from operators.episodes.heard import Heard
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
 from operators.episodes.talks import Talks
@@ -327,7 +328,7 @@ class EpisodesRuntime(Runtime):
             return
         self._withdraw(each)
         talk, group = each.talk, each.group
-        tail: Sequence[Sequence[str]] = ()
+        tail: Sequence[Sequence[Heard]] = ()
         error = each.error or next((f"{self._name}: {text}" for text in answer.failures.values()), None)
         reason = STOPPED
         if error is not None:

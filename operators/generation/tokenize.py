@@ -47,10 +47,9 @@ def _chat_text(tokenizer: Any, prompt: str | None, tools: Sequence[Any]) -> str:
             f"the prompt is not chat messages in JSON ({error}); found {_text(prompt)[:80]!r}; "
             f'give a list of {{"role", "content"}}, or turn off the chat knob'
         ) from error
-    laid_out = tokenizer.apply_chat_template(
+    return tokenizer.apply_chat_template(  # type: ignore[no-any-return]
         messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
     )
-    return laid_out  # type: ignore[no-any-return]
 
 
 def _checked(ids: list[int], context_tokens: int) -> AnyArray | str:

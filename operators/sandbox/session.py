@@ -77,7 +77,8 @@ class KeptSandbox:
         self._socket.setblocking(False)
         try:
             self._process = subprocess.Popen(
-                kept_command(program, limits.file_bytes, folders), stdin=theirs, stdout=theirs, stderr=self._errors,
+                kept_command(program, limits.file_bytes, folders), stdin=theirs.fileno(),
+                stdout=theirs.fileno(), stderr=self._errors,
                 env={},
             )  # fmt: skip
         except OSError as error:

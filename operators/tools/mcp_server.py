@@ -54,7 +54,9 @@ class McpServer:
                 f"McpServer(command={self.command!r}, url={self.url!r}) is not one server; give a command or a url"
             )
         if isinstance(self.command, str):
-            found.append(f"McpServer(command={self.command!r}) is one text; give a tuple of a program and its arguments")
+            found.append(
+                f"McpServer(command={self.command!r}) is one text; give a tuple of a program and its arguments"
+            )
         for knob, value, least in (("at_once", self.at_once, 1), ("ahead", self.ahead, 0), ("uses", self.uses, 1)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 found.append(f"McpServer({knob}={value!r}) cannot be; give a whole number of {least} or more")

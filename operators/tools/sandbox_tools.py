@@ -87,7 +87,7 @@ class Sandbox:
 
 
 class SandboxSession:
-    """The sandbox of one rollout; one that has used more than it may is followed by a new one, and the model is told."""
+    """The sandbox of one rollout; one that has used more than it may is followed by another, and the model is told."""
 
     def __init__(self, made_by: Sandbox) -> None:
         self._made_by, self._one = made_by, asyncio.Lock()
@@ -143,7 +143,7 @@ class SandboxSession:
             raise WorldFailed(str(error)) from error
 
     async def read(self, path: str) -> bytes:
-        """A file of below /tmp, 8 MiB at most. Raises WorldFailed; CommandRefused where there is none, or it is longer."""
+        """A file below /tmp, 8 MiB at most. Raises WorldFailed; CommandRefused where it is not there, or longer."""
         try:
             async with self._one:
                 return await (await self._held()).read(path)

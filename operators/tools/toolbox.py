@@ -26,8 +26,8 @@ class Toolbox:
     """Definitions, the format of calls, and by name who makes a call; in each process its threads and sessions."""
 
     def __init__(
-        self, tools: Sequence[Any], *, calls: TextCalls | None, form: ChatFormat | None, timeout_s: float, characters: int,
-        turn_s: float = 30.0,
+        self, tools: Sequence[Any], *, calls: TextCalls | None, form: ChatFormat | None, timeout_s: float,
+        characters: int, turn_s: float = 30.0,
     ) -> None:  # fmt: skip
         """Ask toolsets for what they have, and find how the policy writes calls. Raises GraphError.
 
@@ -47,9 +47,7 @@ class Toolbox:
         self.functions: dict[str, Callable[..., Any]] = {
             each["function"]["name"]: function for each, function in zip(own, functions, strict=True)
         }
-        self.owners: dict[str, int] = {
-            each["function"]["name"]: at for at, some in enumerate(theirs) for each in some
-        }
+        self.owners: dict[str, int] = {each["function"]["name"]: at for at, some in enumerate(theirs) for each in some}
         self.layout = calls
         self.calls = _format(calls, form)
         self._threads: ToolThreads | None = None
@@ -133,7 +131,9 @@ def _unhinted(function: Callable[..., Any]) -> list[str]:
     name = getattr(function, "__name__", repr(function))
     parameters = inspect.signature(function).parameters.values()
     bare = [each.name for each in parameters if each.annotation is each.empty]
-    odd = [str(each) for each in parameters if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)]
+    odd = [
+        str(each) for each in parameters if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)
+    ]
     if bare or odd:
         return [f"tool '{name}' has {[*bare, *odd]}, which no schema describes; give each parameter a name and a hint"]
     if not inspect.getdoc(function):

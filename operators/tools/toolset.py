@@ -32,7 +32,7 @@ class Toolset(Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether one session serves all rollouts of a process at once; the rest of the numbers count for nothing then."""
+        """Whether one session serves all rollouts of a process at once; the other numbers count for nothing then."""
 
     @property
     def at_once(self) -> int:

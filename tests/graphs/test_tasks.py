@@ -204,7 +204,9 @@ def test_a_warm_start_of_guessing_shows_whole_games_turn_by_turn():
 
 def test_a_warm_start_of_products_shows_calls_that_are_read_and_answers_that_were_heard():
     shown = list(products.examples(4000, seed=0))
-    assert len(shown) == 4000 and all(set((talk + said).replace(products.END, "")) <= set(products.ALPHABET) for talk, said in shown)
+    assert len(shown) == 4000 and all(
+        set((talk + said).replace(products.END, "")) <= set(products.ALPHABET) for talk, said in shown
+    )
     mul, read = products.calculator(), products.CALLS.format()
     right = 0
     for talk, said in shown:

@@ -179,7 +179,8 @@ def test_a_run_whose_processes_are_killed_is_clean_and_gives_every_sandbox_back(
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}"
-    "{% if m.role == 'tool' %}r={{ m.content }}-{% else %}{{ m.role[0] }}={{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% if m.role == 'tool' %}r={{ m.content }}-{% else %}{{ m.role[0] }}={{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
     '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}{% if m.role == 'assistant' %}<eos>{% endif %}-{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}a={% endif %}"

@@ -65,9 +65,11 @@ def run(source: str, names: dict[str, Any]) -> None:
     """Execute code; where its last statement is an expression, print its value unless it is None."""
     linecache.cache[NAME] = len(source), None, source.splitlines(keepends=True), NAME
     tree = ast.parse(source, NAME)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        del tree.body[-1]
     exec(compile(tree, NAME, "exec", dont_inherit=True), names)
-    if last is not None:
+    if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), names)
         if value is not None:
             names["_"] = value

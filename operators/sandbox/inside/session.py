@@ -1,4 +1,4 @@
-"""The first process of a sandbox that is kept: runs Python and shell commands one after the other, and keeps what they leave.
+"""The first process of a sandbox that is kept: runs commands one after the other, and keeps what they leave.
 
 It is process 1 of its namespace, which no process there can signal, stop or look into. Between two commands all others
 are stopped: a process that a command left behind takes no time until the next one comes.
@@ -47,7 +47,7 @@ def main() -> None:
     sys.path.remove("/sandbox")
     cage.go_dark()
     (limits,) = decode(read_frame(0), lambda number: None)
-    kept = KeptSandbox(limits)
+    kept = SandboxKeeper(limits)
     write_frame(1, _encoded(["ready"]))
     try:
         while True:
@@ -60,7 +60,7 @@ def main() -> None:
         os._exit(0)
 
 
-class KeptSandbox:
+class SandboxKeeper:
     """What is left of one command for the next."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
@@ -124,9 +124,9 @@ class KeptSandbox:
     def write(self, path: str, data: bytes) -> list[Any]:
         """Put a file there; its folders are made."""
         try:
-            path = os.path.join(HOME, path)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "wb") as file:
+            path = os.path.join(HOME, path)  # noqa: PTH118  (pathlib is slow to import)
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+            with open(path, "wb") as file:  # noqa: PTH123
                 file.write(data)
         except OSError as error:
             return ["failed", f"{path} cannot be written: {error.strerror}"]
@@ -135,7 +135,7 @@ class KeptSandbox:
     def read(self, path: str, most: int) -> list[Any]:
         """A file's bytes."""
         try:
-            fd = os.open(os.path.join(HOME, path), os.O_RDONLY | os.O_NONBLOCK)
+            fd = os.open(os.path.join(HOME, path), os.O_RDONLY | os.O_NONBLOCK)  # noqa: PTH118
             try:
                 size = os.fstat(fd).st_size
                 if size > most:
@@ -187,7 +187,7 @@ class KeptSandbox:
         return pid, feed[1], sign[0], out[0]
 
     def _fork(self, work: Any, streams: tuple[int, int], kept: dict[int, int]) -> int:
-        """A caged process in a session of its own that does this; `kept`: descriptors that it has beside its streams."""
+        """A caged process in a session of its own that does this; `kept`: what it has open beside its streams."""
         null = os.open(os.devnull, os.O_RDWR)
         if (pid := os.fork()) == 0:
             try:
@@ -207,9 +207,9 @@ class KeptSandbox:
         return pid
 
     def _execute(self, command: bytes) -> None:
-        os.chdir(self._folder if os.path.isdir(self._folder) else HOME)
+        os.chdir(self._folder if os.path.isdir(self._folder) else HOME)  # noqa: PTH112
         shell = next((path for path in SHELLS if os.access(path, os.X_OK)), SHELLS[-1])
-        os.execve(shell, [shell, "-c", _PROLOGUE.encode() + command], self._environment)
+        os.execve(shell, [shell.encode(), b"-c", _PROLOGUE.encode() + command], self._environment)
 
     def _remember(self, left: _Output) -> None:
         """Folder and environment of a shell that came to its end."""
@@ -222,7 +222,7 @@ class KeptSandbox:
     def _wait(
         self, pid: int, output: _Output, sign: int | None, seconds: float, left: _Output | None = None
     ) -> tuple[bool, str]:
-        """Read until a process gives its sign, or ends where it has none: whether it did, or the limit that it passed."""
+        """Read until a process gives its sign, or ends where it has none: whether it did; the limit that it passed."""
         poll, end = select.poll(), os.pidfd_open(pid)
         deadline = time.monotonic() + seconds
         fds = {output.fd: output, **({} if left is None else {left.fd: left})}

@@ -84,7 +84,10 @@ async def called(session: McpSession, name: str, timeout_s: float = 20.0, **argu
 def test_its_tools_are_those_of_the_server(server: McpServer) -> None:
     found = {each["function"]["name"]: each["function"] for each in server.definitions()}
     assert set(found) == {"add", "count", "fail", "hang", "much", "die", "spawn"}
-    assert found["add"]["description"] == "Adds two numbers." and set(found["add"]["parameters"]["properties"]) == {"a", "b"}
+    assert found["add"]["description"] == "Adds two numbers." and set(found["add"]["parameters"]["properties"]) == {
+        "a",
+        "b",
+    }
 
 
 def test_calls_are_answered_errors_told_and_a_session_kept(server: McpServer) -> None:

@@ -231,7 +231,7 @@ def test_no_more_sessions_are_alive_than_there_may_be_and_the_clock_rests_meanwh
 
 
 def test_rollouts_with_several_toolsets_never_wait_for_each_other() -> None:
-    """Each has one session at a time; one needs the first and then the second, the other the second and then the first."""
+    """One needs the first and then the second, the other the second and then the first; there is one of each."""
     one, two = Kit("one"), Kit("two")
     one.at_once = two.at_once = 1
 
