@@ -185,7 +185,8 @@ def test_there_is_no_network_and_nobody_elses_file(tmp_path: Path) -> None:
     secret.write_text("hidden")
     found = told(
         ("python", "import socket\nsocket.socket()"), ("shell", f"cat {secret}"),
-        ("shell", "ls /etc/passwd /home /proc"), ("shell", "echo x > /usr/x"), ("shell", "env"), ("shell", "unshare -U true; echo $?"),
+        ("shell", "ls /etc/passwd /home /proc"), ("shell", "echo x > /usr/x"),
+        ("shell", "env"), ("shell", "unshare -U true; echo $?"),
     )  # fmt: skip
     assert "PermissionError" in found[0]
     assert "hidden" not in found[1] and "No such file" in found[1]
