@@ -39,6 +39,9 @@ class Chat(Protocol):
     def reward(self, value: float) -> None:
         """What the policy's last turn was worth: `turn_reward` at its last token. Several add up."""
 
+    def cut_off(self) -> None:
+        """The world ends before its time: the finish reason is "length" as where the policy's turns are used up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TurnQuestion:
@@ -96,7 +99,7 @@ class AskedChat:
     heard: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     is_over: bool = False
-    """Whether a turn was asked for that the policy did not have."""
+    """Whether a turn was asked for that the policy did not have, or the world was cut off."""
 
     @property
     def turns(self) -> int:
@@ -135,3 +138,7 @@ class AskedChat:
         if not self.rewards:
             raise OperatorError(f"chat.reward({value!r}) comes before the policy said anything; call chat.say first")
         self.rewards[-1] += float(value)
+
+    def cut_off(self) -> None:
+        """As `Chat.cut_off`."""
+        self.is_over = True
