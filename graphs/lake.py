@@ -1,4 +1,4 @@
-"""A small Llama learns to cross TextArena's frozen lake: in each turn it hears what lies around it, and says where to go.
+"""A small Llama learns to cross TextArena's frozen lake: each turn it hears what lies around it, and says where to go.
 
 pip install "dataflow-rl[textarena]"; python -m graphs.lake
 """
