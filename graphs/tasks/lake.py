@@ -46,10 +46,8 @@ def heard(text: str, *, blank: bool = False) -> str:
 
 
 def move(said: str) -> str:
-    """A letter as the game wants it. Raises ValueError for what is none."""
-    if said not in WORDS:
-        raise ValueError("say u, r, d or l")
-    return WORDS[said]
+    """A letter as the game wants it; what is none the game answers itself."""
+    return WORDS.get(said, "[?]")
 
 
 def crossed(rewards: Sequence[float]) -> float:
@@ -84,13 +82,14 @@ def walk(draw: random.Random, care: float) -> Iterator[tuple[str, str]]:
 
 
 def examples(count: int, *, seed: int, care: float = 0.5) -> Iterator[tuple[str, str]]:
-    """Yield moves of careless walkers, for a warm start: the conversation so far, and the next move."""
+    """Yield moves of careless walkers, for a warm start: the conversation so far, and the next move. Of one in four
+    nothing is heard that lies around it."""
     draw = random.Random(f"lake-examples-{seed}")
     made = 0
     while True:
-        talk = ""
+        talk, is_blind = "", draw.random() < 0.25
         for seen, letter in walk(draw, care):
-            talk += seen
+            talk += BLANK * len(MOVES) if is_blind else seen
             yield talk, letter
             made += 1
             if made == count:
