@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.errors import GraphError
+from operators.chat.conversation import Past
 from operators.environments.playing import AGAIN, Play, function_of
 from operators.environments.systems import missing, split
 from operators.environments.tasks import TASK, SeededTasks, row_of
@@ -58,6 +59,7 @@ def environment(
     column: str = "reward",
     max_turns: int = 32,
     max_tokens: int | None = None,
+    past: Past = "sampled",
     wording: Callable[[Any], str] | None = None,
     action: Callable[[str], Any] | None = None,
     invalid: Any = AGAIN,
@@ -121,7 +123,7 @@ def environment(
         invalid_reward=invalid_reward, total=total,
     )  # fmt: skip
     return PlayedEnvironment(
-        name=column, function=function_of(play), play=play, max_turns=max_turns, max_tokens=max_tokens,
+        name=column, function=function_of(play), play=play, max_turns=max_turns, max_tokens=max_tokens, past=past,
         tries=tries, timeout_s=timeout_s + patience_s if system.is_served else timeout_s, memory_mb=memory_mb,
         concurrency=each, processes=processes, isolate=isolate,
     )  # fmt: skip
