@@ -74,7 +74,10 @@ class OpenEnvSession:
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One request and its answer. Raises NoRoom, InvalidAction, or WorldFailed, as the server says."""
-        await self._socket.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": dict(data)}))
+        from websockets.exceptions import ConnectionClosed
+
+        with contextlib.suppress(ConnectionClosed):  # what the server said before it closed is there to be read
+            await self._socket.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": dict(data)}))
         answer = json.loads(await self._socket.recv())
         found: dict[str, Any] = answer.get("data") or {}
         if answer.get("type") != "error":

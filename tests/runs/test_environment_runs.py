@@ -151,7 +151,7 @@ def test_a_run_whose_worker_is_killed_is_whole_and_the_server_has_its_sessions_b
             os.kill(os.getpid(), signal.SIGKILL)
 
     operator = g.operators[victim]
-    object.__setattr__(operator, "build", struck(operator, blow, after=12).build)
+    object.__setattr__(operator, "build", struck(operator, blow, after=4 if victim == "trainer" else 12).build)
     result = run(g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=limits)
     is_whole(result)
     (fault,) = read_faults(result.folder)

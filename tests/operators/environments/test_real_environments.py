@@ -181,7 +181,7 @@ def openenv_server(places: int) -> Iterator[str]:
             return self._state
 
     app = create_app(Echo, Say, Shown, env_name="echo", max_concurrent_envs=places)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws_ping_interval=0.5, ws_ping_timeout=0.5))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws_ping_interval=0.5, ws_ping_timeout=20))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     began = time.monotonic()

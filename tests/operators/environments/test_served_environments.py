@@ -58,9 +58,9 @@ class TestOpenEnv:
         async def work(served: Served) -> float:
             async with connect(f"{served.url}/ws"):  # somebody else's session
                 waiting = asyncio.ensure_future(bounded(self.world(served), Spoken(["a", "b"]), {"seed": 7}))
-                while served.refused < 2:
+                while served.refused < 2 and not waiting.done():
                     await asyncio.sleep(0.01)
-                assert not waiting.done()
+                assert not waiting.done(), waiting
             return await waiting
 
         with openenv(capacity=1) as served:
