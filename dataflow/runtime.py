@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,6 +183,9 @@ class Context:
     spent: Callable[[], Mapping[str, float]] = dict
     """How the node's time was spent so far: seconds by state, as `dataflow.worker.state_clock` has them."""
     log: Any = field(default_factory=structlog.get_logger)
+    span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+    """Tells the run's trace of a stretch of a slice of work: `with context.span("optimizer"):`. Few names, no numbers
+    in them."""
     writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
     """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An `OpensWriter` where the
     trainer may have several ranks."""

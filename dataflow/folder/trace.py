@@ -1,14 +1,19 @@
 """What every node did when, as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dataflow.folder.recent import WORK, RecentSpans
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.spans import Spans
 from dataflow.system.optional_files import read_text
 
 MOST_SPANS = 50_000
+LEAST_S = 0.001
+"""Shorter rests of a node are told nobody."""
 
 
 class Trace:
@@ -20,13 +25,28 @@ class Trace:
     def __init__(self, process: str) -> None:
         self._process = process
         self._spans = Spans(MOST_SPANS)
+        self.recent = RecentSpans(process)
+        """The last minute, with what nodes waited for and what their operators told by name."""
 
-    def add(self, node: str, begin_s: float, end_s: float) -> None:
-        """`node` was at work from begin to end, in seconds."""
-        self._spans.add(node, begin_s, end_s)
+    def add(self, node: str, what: str, begin_s: float, end_s: float) -> None:
+        """What `node` did from begin to end, in seconds: `WORK`, or why it rested."""
+        if what == WORK:
+            self._spans.add(node, begin_s, end_s)
+        if what == WORK or end_s - begin_s >= LEAST_S:
+            self.recent.add(node, what, begin_s, end_s)
+
+    @contextlib.contextmanager
+    def within(self, node: str, what: str) -> Iterator[None]:
+        """A stretch of a slice of work, by name."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.recent.add(node, what, began, time.monotonic())
 
     def write(self, folder: RunFolder) -> None:
         """Put the spans beside the process's log, for `merge`."""
+        self.recent.write(folder)
         path = folder.logs / f"{self._process}.trace"
         lines = (json.dumps([self._process, node, begin, end]) for node, begin, end in self._spans)
         folder.extras.write(path, "".join(f"{line}\n" for line in lines))
