@@ -144,7 +144,7 @@ class Clients:
         with self._changed:
             self._shown = frozenset({-1} if word == NEVER else range(int(word)))
             self._changed.notify_all()
-        told = [self._unreading, *self._pages]
+        told: list[PageClient | Unreading] = [self._unreading, *self._pages]
         found = Done(*(sum(getattr(each.done, name) for each in told) for name in ("answers", "failed", "received")))
         for each in told:
             each.done = Done()

@@ -48,7 +48,7 @@ def test_a_process_that_begins_again_leaves_what_the_one_before_did_last(tmp_pat
     folder, clock = RunFolder.create(tmp_path, "test"), Clock()
     at_work(folder, RecentSpans("a-0", clock, clock.wall), clock, 30.0)
     clock.now += 5.0
-    at_work(folder, RecentSpans("a-0", clock, clock.wall), clock, 4.0)
+    at_work(folder, RecentSpans("a-0", clock, clock.wall), clock, 8.0)
     begins = [each.begin_s - WALL for each in last_spans(folder, FILE_S)]
     assert min(begins) == pytest.approx(100.0) and max(begins) > 137.0
 

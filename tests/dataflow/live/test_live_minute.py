@@ -66,7 +66,8 @@ def test_the_page_gives_it_with_steps_and_faults_and_of_a_run_without_it_the_end
     assert page.json("now")["has_minute"] is False and page.get("trace?part=minute")[0] == 404
     whole = [{"name": "a", "ph": "X", "pid": 1, "tid": "a", "ts": at * 1e6, "dur": 1e6} for at in range(100)]
     folder.trace.write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1}, *whole]}))
-    assert page.json("now")["has_trace"] is True
+    page = serve([folder])
+    assert page.json("now")["has_minute"] is True
     status, body, headers = page.get("trace?part=minute")
     assert status == 200 and "last-minute.json" in headers["content-disposition"]
     assert [each["ts"] for each in events(body.decode())] == [at * 1e6 for at in range(40, 100)]
