@@ -19,8 +19,8 @@ WORK = "at work"
 """A slice of a node's loop, around what the operator tells of it by name (`Context.span`)."""
 BESIDE_WORK = "its processes at work"
 """A stretch in which an operator's own processes are, and its loop is not."""
-FILE_S = 60.0
-"""That a file covers before the other one is begun anew; together they hold the last minute, and another at most."""
+MINUTE = 60.0
+"""Seconds that a file covers before the other one is begun anew; both hold the last minute, and another at most."""
 WRITE_S = 2.0
 """Between two lines."""
 MOST_SPANS = 2_000
@@ -65,7 +65,7 @@ class RecentSpans:
             return
         told = [[*name.split("\0"), round(begin, 6), round(end, 6)] for name, begin, end in spans]
         line = json.dumps({"process": self._process, "wall": round(self._wall() - now, 6), "spans": told})
-        if self._path is not None and now - self._begun < FILE_S:
+        if self._path is not None and now - self._begun < MINUTE:
             folder.extras.append(self._path, line)
             return
         self._path, self._begun = self._other(folder), now

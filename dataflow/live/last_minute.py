@@ -4,11 +4,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dataflow.folder.recent import BESIDE_WORK, WORK, RecentSpan, files_of, last_spans
+from dataflow.folder.recent import BESIDE_WORK, MINUTE, WORK, RecentSpan, files_of, last_spans
 from dataflow.folder.run_folder import RunFolder
 from dataflow.worker.state_clock import STATES
 
-MINUTE_S = 60.0
 MOST_BYTES = 64 << 20
 """Of a trace.json of which the end is taken."""
 JOINED_S = 1e-5
@@ -30,7 +29,7 @@ def last_minute(folder: RunFolder, marked: Marked = lambda begin, end: ()) -> st
 
     Of a run that has kept no spans of its last minute, the end of its trace.json. Errors: LookupError where neither is
     there."""
-    spans = last_spans(folder, MINUTE_S)
+    spans = last_spans(folder, MINUTE)
     if spans:
         return json.dumps(_trace(spans, marked), separators=(",", ":"))
     if not folder.trace.is_file() or folder.trace.stat().st_size > MOST_BYTES:
@@ -88,6 +87,6 @@ def _end_of(trace: Mapping[str, Any]) -> dict[str, Any]:
     """The last minute of a whole run's trace."""
     events = [event for event in trace.get("traceEvents", []) if isinstance(event, dict)]
     spans = [event for event in events if event.get("ph") == "X"]
-    begin = max((event["ts"] + event["dur"] for event in spans), default=0.0) - MINUTE_S * 1e6
+    begin = max((event["ts"] + event["dur"] for event in spans), default=0.0) - MINUTE * 1e6
     kept = [event for event in spans if event["ts"] + event["dur"] > begin]
     return {"traceEvents": [*(event for event in events if event.get("ph") == "M"), *kept]}

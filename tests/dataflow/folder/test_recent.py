@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.folder.recent import FILE_S, MOST_SPANS, WORK, RecentSpans, files_of, last_spans
+from dataflow.folder.recent import MINUTE, MOST_SPANS, WORK, RecentSpans, files_of, last_spans
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.optional_files import Extras
 
@@ -37,8 +37,8 @@ def test_however_long_a_run_two_files_hold_its_last_minute(tmp_path: Path) -> No
     recent = RecentSpans("a-0", clock, clock.wall)
     for _ in range(20):
         at_work(folder, recent, clock, 17.0)
-        found = last_spans(folder, FILE_S)
-        whole = min(FILE_S, clock.now - 102.5)
+        found = last_spans(folder, MINUTE)
+        whole = min(MINUTE, clock.now - 102.5)
         assert found[-1].end_s - found[0].begin_s >= whole - 0.2
         assert len(list(files_of(folder))) <= 2 and folder.size_bytes < 200_000
     assert found[-1].end_s > WALL + clock.now - 3 and {each.node for each in found} == {"a"}
@@ -49,7 +49,7 @@ def test_a_process_that_begins_again_leaves_what_the_one_before_did_last(tmp_pat
     at_work(folder, RecentSpans("a-0", clock, clock.wall), clock, 30.0)
     clock.now += 5.0
     at_work(folder, RecentSpans("a-0", clock, clock.wall), clock, 8.0)
-    begins = [each.begin_s - WALL for each in last_spans(folder, FILE_S)]
+    begins = [each.begin_s - WALL for each in last_spans(folder, MINUTE)]
     assert min(begins) == pytest.approx(100.0) and max(begins) > 137.0
 
 
@@ -69,11 +69,11 @@ def test_torn_lines_and_a_full_disk_harm_nobody(tmp_path: Path) -> None:
     folder, clock = RunFolder(RunFolder.create(tmp_path, "test").path, Extras(told.append)), Clock()
     at_work(folder, RecentSpans("a-0", clock, clock.wall), clock, 5.0)
     (path,) = files_of(folder)
-    before = last_spans(folder, FILE_S)
+    before = last_spans(folder, MINUTE)
     with path.open("a") as file:
         file.write('{"process": "a-0", "wall": 1.0, "spans": [["a"')
     (folder.logs / "b-0.recent-0.jsonl").write_text('[1]\n{"process": 1}\n\x00\n{"process": "b", "wall": "x"}\n')
-    assert last_spans(folder, FILE_S) == before
+    assert last_spans(folder, MINUTE) == before
     for number in range(2):
         (folder.logs / f"c-0.recent-{number}.jsonl").mkdir()
     at_work(folder, RecentSpans("c-0", clock, clock.wall), clock, 8.0)

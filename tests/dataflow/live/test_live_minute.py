@@ -10,9 +10,9 @@ from rigs.graphs import fake_graph
 from dataflow import inline, run
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.recent import BESIDE_WORK, WORK, RecentSpans
+from dataflow.folder.recent import BESIDE_WORK, MINUTE, WORK, RecentSpans
 from dataflow.folder.run_folder import RunFolder
-from dataflow.live.last_minute import MINUTE_S, last_minute
+from dataflow.live.last_minute import last_minute
 
 WALL = 1.7e9
 
@@ -91,4 +91,4 @@ def test_a_run_leaves_its_last_minute_while_it_goes_on(tmp_path: Path) -> None:
     assert result.folder is not None
     found = events(last_minute(RunFolder.open(result.folder)))
     assert {"generator", "reward", "trainer"} <= {each["name"] for each in found}
-    assert max(each["ts"] + each["dur"] for each in found) <= MINUTE_S * 1e6
+    assert max(each["ts"] + each["dur"] for each in found) <= MINUTE * 1e6
