@@ -52,14 +52,13 @@ def is_told_once(each: Program, steps: int, schedulers: int) -> None:
 def test_a_standby_tells_the_tracker_the_rest_as_often_as_a_scheduler_dies(program: Start) -> None:
     first = program("learning", steps=60, standby=True, track=[LINES])
     under_way(first)
-    family = first.family()
     goes_on(first)
+    family = first.family()
     first.kill()
     for count in (1, 2):
         wait_until(lambda: faults(first) == ["scheduler"] * count, 60.0, f"the scheduler after {count} deaths")  # noqa: B023
         goes_on(first)
         if count == 1:
-            family |= first.family()
             os.kill(int((first.runs / "latest" / "lock").read_text().split()[0]), signal.SIGKILL)
     wait_until(lambda: first.outcome() == "finished", 180.0, "the end of the run")
     wait_until(lambda: told(first)[-1] == "finish finished", 60.0, "the end of the tracker")
@@ -72,6 +71,7 @@ def test_a_stopped_scheduler_and_its_standby_do_not_both_tell_the_tracker(progra
     first = program("learning", steps=60, standby=True, track=[LINES], limits={"silent_s": 6.0})
     under_way(first)
     goes_on(first)
+    family = first.family() - {first.process.pid}
     os.kill(first.process.pid, signal.SIGSTOP)
     wait_until(lambda: faults(first) == ["scheduler"], 90.0, "the standby")
     further(first)
@@ -82,4 +82,4 @@ def test_a_stopped_scheduler_and_its_standby_do_not_both_tell_the_tracker(progra
     wait_until(lambda: told(first)[-1] == "finish finished", 60.0, "the end of the tracker")
     is_clean(first)
     is_told_once(first, 60, schedulers=2)
-    wait_until(lambda: not alive(first.family() - {first.process.pid}), 20.0, "the end of all processes")
+    wait_until(lambda: not alive(family), 20.0, "the end of all processes")
