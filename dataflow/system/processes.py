@@ -18,6 +18,7 @@ _LETTERS = {
     psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_ZOMBIE: "Z", psutil.STATUS_DEAD: "Z",
 }  # fmt: skip
 _DUMP_S = 1.0
+_STAT = Path("/proc/self/stat")
 _BOOT, _NUMBERS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
@@ -60,10 +61,13 @@ def below(pid: int) -> list[int]:
 
 def below_each(pids: Iterable[int]) -> dict[int, list[int]]:
     """The same of each of several processes, in one look at all that there are."""
+    if not _STAT.exists():
+        return {pid: below(pid) for pid in pids}
     children: dict[int, list[int]] = collections.defaultdict(list)
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            children[process.ppid()].append(process.pid)
+    for name in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208, a path for each takes four times as long
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+            fields = file.read().rpartition(b")")[2].split()  # behind a name that may hold anything
+            children[int(fields[1])].append(int(name))
     found: dict[int, list[int]] = {}
     for pid in pids:
         found[pid] = list(children[pid])
