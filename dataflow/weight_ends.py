@@ -3,10 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+Span: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Tells the run's trace of a stretch of work, by name."""
 TAKE = "take weights"
-"""As what a reader tells the run's trace of it."""
+"""As what a reader tells it."""
+
+
+def untold(what: str) -> AbstractContextManager[None]:
+    """Tells nobody."""
+    return nullcontext()
 
 
 class SentVersion(Protocol):
@@ -138,9 +145,7 @@ class WeightsIn(Protocol):
         """Take the newest offered version into the attached tensors; its number, or that of the version kept."""
 
 
-def taken(
-    reader: WeightsIn, span: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
-) -> int | None:
+def taken(reader: WeightsIn, span: Span = untold) -> int | None:
     """Take what is offered, if anything: the number of what was taken, None where the version in use was kept.
 
     What is offered may be another one by the time it is taken. span: as of `Context`."""

@@ -3,10 +3,10 @@
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dataflow.folder.recent import WORK, RecentSpans
+from dataflow.folder.recent import BESIDE_WORK, WORK, RecentSpans
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.spans import Spans
 from dataflow.system.optional_files import read_text
@@ -50,6 +50,30 @@ class Trace:
         path = folder.logs / f"{self._process}.trace"
         lines = (json.dumps([self._process, node, begin, end]) for node, begin, end in self._spans)
         folder.extras.write(path, "".join(f"{line}\n" for line in lines))
+
+
+class NodeSpans:
+    """Tells of the work of one node, and of its rests between."""
+
+    def __init__(self, node: str, tell: Callable[[str, str, float, float], None], now: float) -> None:
+        self._node, self._tell = node, tell
+        self._rests, self._rested = "waiting", now
+
+    def turned(self, began: float, ended: float, state: str, *, is_work: bool, beside: float) -> None:
+        """A turn of its loop is over, which was work or a part of the rest. state: how it rests until the
+        next. beside: the share of its own processes that are at work then."""
+        rests = BESIDE_WORK if beside else state
+        if is_work or rests != self._rests:
+            self.rest(began if is_work else ended)
+            self._rests = rests
+        if is_work:
+            self._tell(self._node, WORK, began, ended)
+            self._rested = ended
+
+    def rest(self, now: float) -> None:
+        """Tell of the rest so far."""
+        self._tell(self._node, self._rests, self._rested, now)
+        self._rested = now
 
 
 def merge(folder: RunFolder) -> None:

@@ -263,7 +263,7 @@ class NodeLoops:
         """Put down what the nodes did of late, where it is time."""
         if self.folder is not None and self._trace.recent.is_due:
             for loop in self.loops.values():
-                loop.note_rest(time.monotonic())
+                loop.spans.rest(time.monotonic())
             self._trace.recent.write(self.folder)
 
     def report(self) -> dict[str, Any]:

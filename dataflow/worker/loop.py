@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
-from dataflow.folder.recent import BESIDE_WORK, WORK
+from dataflow.folder.trace import NodeSpans
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.records import GROUP_ID, group_slices
 from dataflow.runtime import Batch, Runtime
@@ -86,11 +86,10 @@ class NodeLoop:
             *(o for each in outlets.values() for o in each),
         ]
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
-        self._marks, self._span, self._clock = marks or {}, span, clock
+        self._marks, self._clock = marks or {}, clock
         self._began = clock()
         self._time = StateClock(self._began)
-        self._rests, self._rested = "waiting", self._began
-        """Its state between two slices of work, and since when."""
+        self.spans = NodeSpans(node, span, self._began)
         self.turns = turns
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Acked]] = collections.deque()
         self._finished = finished or {}
@@ -128,19 +127,8 @@ class NodeLoop:
         ended, state = self._clock(), self._state()
         beside = 0.0 if self._outbox else self.runtime.beside()
         self._time.end(ended, state, is_work=moved, beside=beside)
-        rests = BESIDE_WORK if beside else state
-        if moved or rests != self._rests:
-            self.note_rest(began if moved else ended)
-            self._rests = rests
-        if moved:
-            self._span(self.node, WORK, began, ended)
-            self._rested = ended
+        self.spans.turned(began, ended, state, is_work=moved, beside=beside)
         return moved
-
-    def note_rest(self, now: float) -> None:
-        """Tell of the stretch since the last slice of work, or since this was told."""
-        self._span(self.node, self._rests, self._rested, now)
-        self._rested = now
 
     def _state(self) -> State:
         """That of the node until its next turn. One that could go on at once waits for its turn at the worker."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dataflow.weight_ends import TAKE, LetsGo, Offered, WeightsAgain, WeightsIn, taken
+from dataflow.weight_ends import TAKE, LetsGo, Offered, Span, WeightsAgain, WeightsIn, taken, untold
 from operators.models.shelf import Shelf, return_freed_memory
 from operators.ranks.messages import Sleep, SleepDone, Wake
 
@@ -82,7 +82,7 @@ class ReadWeights:
 
     def __init__(
         self, reader: WeightsIn | None, attached: Mapping[str, Any], aside: Path | None, ranks: Exchange | None = None,
-        span: Callable[[str], contextlib.AbstractContextManager[None]] = lambda what: contextlib.nullcontext(),
+        span: Span = untold,
     ) -> None:  # fmt: skip
         """reader: the end that `attached` tensors are attached to; None: the weights are frozen. aside, span: as of
         `Context`. ranks: the others, which sleep and wake when this one does."""
