@@ -106,7 +106,7 @@ EPISODES = (
         "a call that waits for its owner is not late",
         "test_a_call_that_waits_for_its_owner_is_not_late",
         "dataflow.scoring.at_work:_Asking.rest",
-        without("reschedule", "!timeout_s"),
+        without("reschedule", "!_timeout_s"),
         "that its clock stands still",
     ),
     Law(
