@@ -12,11 +12,11 @@ from dataflow.errors import GraphError
 from dataflow.node import Generate, Operator
 from dataflow.runtime import Context, Runtime
 from dataflow.stream import Rollout, Stream
-from operators.episodes.knobs import EpisodeKnobs
+from operators.episodes.knobs import FunctionKnobs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Episode(EpisodeKnobs):
+class Episode(FunctionKnobs):
     """A function as an operator: applied to a generator and a stream of prompts it makes rollouts, turn by turn."""
 
     def __call__(self, *args: Any, **knobs: Any) -> Any:
@@ -67,8 +67,9 @@ class Episode(EpisodeKnobs):
     def build(self, context: Context) -> Runtime:
         """Load the tokenizer and start the processes. Raises ModelError when there is no tokenizer."""
         from operators.episodes.runtime import EpisodesRuntime
+        from operators.episodes.worlds import worlds_of
 
-        return EpisodesRuntime(self, context)
+        return EpisodesRuntime(self, context, worlds_of(self))
 
 
 @overload

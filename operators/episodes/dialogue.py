@@ -79,12 +79,12 @@ class Dialogue:
         """Tokens that the policy has said."""
         return sum(len(turn.tokens) for turn in self.turns)
 
-    def ask(self, number: int, heard: Sequence[str], most: int | None) -> TurnRequest | str | None:
+    def ask(self, number: int, heard: Sequence[str], most: int | None) -> TurnRequest | SaidTurn | None:
         """The function asks for its turn `number`: what is to be drawn, what was said there before, or None where the
         policy has no turn left."""
         if number < len(self.turns):
             if self.turns[number].follows(heard, most):
-                return self.turns[number].text
+                return self.turns[number]
             del self.turns[number:]
         self.waiting = None
         left = self.max_tokens - self.said

@@ -1,4 +1,4 @@
-"""An episode's knobs, and what can be wrong with them: its function, its generator, its limits."""
+"""An episode's knobs, and what can be wrong with them: who converses, its generator, its limits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from operators.episodes.signature import EpisodeSignature, read_episode
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EpisodeKnobs(Generate):
-    """What `operators.episode` declares; its runtime and its worlds read it, too."""
+    """What every episode declares, whether a function converses or a program; its runtime reads it, too."""
 
-    function: Callable[..., Any] = field(repr=False)
-    """What the user wrote."""
     generator: Generate | None = None
     """Who draws the policy's turns; None before it is applied."""
     max_turns: int = 32
@@ -36,29 +34,23 @@ class EpisodeKnobs(Generate):
     """Megabytes that a process of the world may take beyond what it started with; None: no limit."""
     concurrency: int = 512
     """Episodes at once within a process: tasks of its event loop."""
-    processes: int = 1
-    """Processes in which the function runs."""
-    isolate: bool = True
-    """Whether it runs in killable processes; False: inside the worker, where a call that blocks counts as a worker that
-    is stuck."""
-    given: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Knobs set where it was applied."""
     signature: EpisodeSignature = field(init=False, repr=False)
-    """The function's parameters as columns and knobs, and the Arrow type it writes."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "signature", read_episode(self.function))
-        if not self.name:
-            object.__setattr__(self, "name", self.function.__name__)
-        super().__post_init__()
-        for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
-            object.__setattr__(self, attribute, getattr(self.function, attribute, None))
-        object.__setattr__(self, "__wrapped__", self.function)
+    """The columns that it reads, its knobs, and the Arrow type it writes."""
 
     @property
     def where(self) -> str:
-        """File and line of the function."""
-        return where_defined(self.function)
+        """Where it was written."""
+        return "here"
+
+    @property
+    def at_once(self) -> int:
+        """Episodes at once."""
+        return self.concurrency
+
+    @property
+    def works_beside(self) -> bool:
+        """Whether those that converse run in processes of their own."""
+        return True
 
     @property
     def asks(self) -> Generate | None:
@@ -79,13 +71,88 @@ class EpisodeKnobs(Generate):
         return Traits(
             temperature=theirs.temperature, in_flight=theirs.in_flight, top_k=theirs.top_k, chat=theirs.chat,
             context_tokens=theirs.context_tokens, max_tokens=theirs.context_tokens,
-            calls_at_once=self.concurrency * self.processes,
+            calls_at_once=self.at_once,
         )  # fmt: skip
 
     @property
     def computes(self) -> bool:
         """Its functions wait, most of the time."""
         return False
+
+    def reads(self) -> Mapping[str, Any]:
+        """The prompt, and the function's parameters without a default."""
+        return {**super().reads(), **self.signature.annotations}
+
+    def provides(self, columns: Columns) -> Columns:
+        """The prompt's columns, the rollout's, those of its turns, and what the function returns."""
+        found = {**super().provides(columns), TEMPERATURE: pa.float64()}
+        if self.generator is not None and SAMPLING_MASK in self.generator.provides({}):
+            found = {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE}
+        output = self.signature.output
+        return {**found, **EPISODE_COLUMNS, **({} if output is None else {self.name: output})}
+
+    def faults(self) -> list[str]:
+        """Knobs that cannot be right."""
+        head = f"episode '{self.name}' ({self.where})"
+        most = 1 if self.max_tokens is None else self.max_tokens
+        memory = 1 if self.memory_mb is None else self.memory_mb
+        whole = {"max_turns": self.max_turns, "max_tokens": most, "tries": self.tries, "memory_mb": memory,
+                 "concurrency": self.concurrency, **self.whole()}  # fmt: skip
+        found = [
+            f"{head} has {knob}={value!r}; give a whole number of 1 or more"
+            for knob, value in whole.items()
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ]
+        if isinstance(self.timeout_s, bool) or not 0 < self.timeout_s < float("inf"):
+            found.append(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
+        if self.name in self.reads() and self.signature.output is not None:
+            found.append(f"{head} writes column '{self.name}', which it also reads; give it another name")
+        if self.generator is None:
+            found.append(f"{head} has no generator; apply it as {self.name}(generator, g.source(...))")
+        return found
+
+    def whole(self) -> Mapping[str, Any]:
+        """More knobs that are whole numbers of 1 or more."""
+        return {}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FunctionKnobs(EpisodeKnobs):
+    """What `operators.episode` declares; the processes of its worlds read it, too."""
+
+    function: Callable[..., Any] = field(repr=False)
+    """What the user wrote."""
+    processes: int = 1
+    """Processes in which the function runs."""
+    isolate: bool = True
+    """Whether it runs in killable processes; False: inside the worker, where a call that blocks counts as a worker that
+    is stuck."""
+    given: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Knobs set where it was applied."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "signature", read_episode(self.function))
+        if not self.name:
+            object.__setattr__(self, "name", self.function.__name__)
+        super().__post_init__()
+        for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
+            object.__setattr__(self, attribute, getattr(self.function, attribute, None))
+        object.__setattr__(self, "__wrapped__", self.function)
+
+    @property
+    def where(self) -> str:
+        """File and line of the function."""
+        return where_defined(self.function)
+
+    @property
+    def at_once(self) -> int:
+        """Episodes at once, in all processes."""
+        return self.concurrency * self.processes
+
+    @property
+    def works_beside(self) -> bool:
+        """As `isolate` says."""
+        return self.isolate
 
     @property
     def about(self) -> str:
@@ -102,40 +169,20 @@ class EpisodeKnobs(Generate):
             tuple(sorted((name, repr(value)) for name, value in self.given.items())),
         )
 
-    def reads(self) -> Mapping[str, Any]:
-        """The prompt, and the function's parameters without a default."""
-        return {**super().reads(), **self.signature.annotations}
-
-    def provides(self, columns: Columns) -> Columns:
-        """The prompt's columns, the rollout's, those of its turns, and what the function returns."""
-        found = {**super().provides(columns), TEMPERATURE: pa.float64()}
-        if self.generator is not None and SAMPLING_MASK in self.generator.provides({}):
-            found = {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE}
-        output = self.signature.output
-        return {**found, **EPISODE_COLUMNS, **({} if output is None else {self.name: output})}
-
     def knobs(self) -> dict[str, Any]:
         """The function's knobs set at the application, and its own that differ from their defaults."""
         return {**self.given, **{k: v for k, v in super().knobs().items() if k not in ("function", "generator")}}
 
+    def whole(self) -> Mapping[str, Any]:
+        """Processes, too."""
+        return {"processes": self.processes}
+
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        head = f"episode '{self.name}' ({self.where})"
-        most = 1 if self.max_tokens is None else self.max_tokens
-        memory = 1 if self.memory_mb is None else self.memory_mb
-        whole = {"max_turns": self.max_turns, "max_tokens": most, "tries": self.tries, "memory_mb": memory,
-                 "concurrency": self.concurrency, "processes": self.processes}  # fmt: skip
-        found = [
-            f"{head} has {knob}={value!r}; give a whole number of 1 or more"
-            for knob, value in whole.items()
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ]
-        if isinstance(self.timeout_s, bool) or not 0 < self.timeout_s < float("inf"):
-            found.append(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
+        found = super().faults()
         if not self.isolate and self.processes > 1:
-            found.append(f"{head} has processes={self.processes} but isolate=False; leave isolate=True")
-        if self.name in self.reads() and self.signature.output is not None:
-            found.append(f"{head} writes column '{self.name}', which it also reads; give it another name")
-        if self.generator is None:
-            found.append(f"{head} has no generator; apply it as {self.name}(generator, g.source(...))")
+            found.append(
+                f"episode '{self.name}' ({self.where}) has processes={self.processes} but isolate=False; leave "
+                f"isolate=True"
+            )
         return found

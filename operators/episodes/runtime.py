@@ -40,11 +40,11 @@ from operators.chat.chat_format import ChatError, ChatFormat
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
-from operators.episodes.dialogue import Dialogue, TurnRequest
+from operators.episodes.dialogue import Dialogue, SaidTurn, TurnRequest
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
 from operators.episodes.words import ChatWords, PlainWords, Words
-from operators.episodes.worlds import row_bytes, worlds_of
+from operators.episodes.worlds import Worlds, row_bytes
 from operators.generation import groups
 from operators.generation.groups import PromptGroup
 from operators.generation.tokenize import encode
@@ -87,16 +87,16 @@ class EpisodesRuntime(Runtime):
     unblocked by: what they ask or return, or the limits of time and memory; answers
     """
 
-    def __init__(self, episode: EpisodeKnobs, context: Context) -> None:
-        """Load the tokenizer of the generator's model, and start the processes."""
+    def __init__(self, episode: EpisodeKnobs, context: Context, worlds: Worlds) -> None:
+        """Load the tokenizer of the generator's model. worlds: run what converses; closed with this."""
         self._episode, self._context, self._name = episode, context, context.node
         assert episode.generator is not None and episode.generator.uses is not None, "the graph was checked"
         self._tokenizer = load_tokenizer(episode.generator.uses)
         self._masks = SAMPLING_MASK in episode.provides({})
         self._form = ChatFormat(self._tokenizer) if episode.traits.chat else None
         self._plain = PlainWords(self._tokenizer)
-        self._worlds = worlds_of(episode)
-        self._at_once = episode.concurrency * episode.processes
+        self._worlds = worlds
+        self._at_once = episode.at_once
         self._files = turn_files_of(context)
         self._waiting: list[tuple[bool, int, int, int, LiveEpisode]] = []
         """Episodes that have not begun, the most urgent first: those of sources without a bound, then in order."""
@@ -128,7 +128,7 @@ class EpisodesRuntime(Runtime):
             return
         records = batch.records
         texts = records.column(PROMPT).to_pylist()
-        encoded = encode(self._tokenizer, texts, chat=self._form is not None, context_tokens=UNBOUNDED)
+        encoded = self._encoded(texts)
         read = records.select(list(self._episode.signature.annotations))
         rounds = records.column(ROUND_SIZE).to_pylist()
         for group in groups.of_prompts(batch, encoded, self._episode.rollouts_per_prompt):
@@ -167,7 +167,7 @@ class EpisodesRuntime(Runtime):
 
     def beside(self) -> float:
         """The share of the functions that may run at once which do, and do not wait for the policy."""
-        return (self._worlds.open_calls - len(self._asked)) / self._at_once if self._episode.isolate else 0.0
+        return (self._worlds.open_calls - len(self._asked)) / self._at_once if self._episode.works_beside else 0.0
 
     def forget(self, source: str, group: int) -> None:
         """Let go of what is on the disk of a group that has an outcome."""
@@ -190,14 +190,36 @@ class EpisodesRuntime(Runtime):
 
     def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, prompt: str) -> LiveEpisode:
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
+        return LiveEpisode(group, position, self._talk(key, group, prompt), row_bytes(read.slice(group.row, 1)))
+
+    # What another way to converse does otherwise
+
+    def _encoded(self, prompts: Sequence[str]) -> list[AnyArray | str]:
+        """Tokens of prompts, or what is wrong with them."""
+        return encode(self._tokenizer, prompts, chat=self._form is not None, context_tokens=UNBOUNDED)
+
+    def _talk(self, key: str, group: PromptGroup, prompt: str) -> Dialogue:
+        """An empty dialogue of a rollout."""
         words: Words = self._plain
         if self._form is not None and len(group.prompt):
             words = ChatWords(self._form, prompt)
-        talk = Dialogue(
+        return Dialogue(
             key=key, prompt=group.prompt, max_turns=self._episode.max_turns,
             max_tokens=self._episode.max_tokens or UNBOUNDED, given=words.given,
         )  # fmt: skip
-        return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
+
+    def _found(self, each: LiveEpisode, asked: Asked) -> TurnRequest | SaidTurn | None:
+        """What is to be drawn for a question, what was said there before, or None where the policy has no turn left.
+        Raises ChatError."""
+        question = TurnQuestion.of(asked.body)
+        each.talk.rewards = question.rewards
+        return each.talk.ask(asked.number, question.heard, question.most)
+
+    def _say(self, asked: Asked, turn: SaidTurn | None) -> None:
+        """Answer a question. turn: what the policy said; None: it has no turn left."""
+        self._worlds.tell(asked, told(None if turn is None else turn.text))
+
+    # Rollouts on their way
 
     def _mark(self, group: PromptGroup) -> int:
         return mark_of_prompt(f"{self._context.seed}/{group.source}/{group.group_id}", group.prompt)
@@ -229,15 +251,13 @@ class EpisodesRuntime(Runtime):
     def _ask(self, asked: Asked) -> None:
         """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
         each = self._live[asked.job]
-        question = TurnQuestion.of(asked.body)
-        each.talk.rewards = question.rewards
         try:
-            found = each.talk.ask(asked.number, question.heard, question.most)
+            found = self._found(each, asked)
         except ChatError as error:
             each.error, found = str(error), None
         if not isinstance(found, TurnRequest):
             self._played += found is not None
-            self._worlds.tell(asked, told(found))
+            self._say(asked, found)
             return
         each.asked = asked
         if each.request != found.number:
@@ -281,7 +301,7 @@ class EpisodesRuntime(Runtime):
             if each.asked is not None and each.asked.number == number:
                 turns = each.talk.turns
                 is_over = each.error is not None or number == len(turns)
-                self._worlds.tell(each.asked, told(None if is_over else turns[number].text))
+                self._say(each.asked, None if is_over else turns[number])
         return bool(drawn)
 
     def _withdraw(self, each: LiveEpisode) -> None:

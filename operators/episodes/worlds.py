@@ -15,7 +15,7 @@ from dataflow.scoring.process import Asked, Encode
 from dataflow.scoring.return_values import checker, describe
 from dataflow.scoring.values import row_arguments
 from operators.episodes.chat import AskedChat, EpisodeOver, Outcome
-from operators.episodes.knobs import EpisodeKnobs
+from operators.episodes.knobs import FunctionKnobs
 
 
 class Worlds(Protocol):
@@ -131,7 +131,7 @@ class InWorkerWorlds:
         self._answers.append(Answer(job, [0], failures, self._settings.pack(values)))
 
 
-def worlds_of(episode: EpisodeKnobs) -> Worlds:
+def worlds_of(episode: FunctionKnobs) -> Worlds:
     """A pool, whose server is forked here, or this process."""
     settings = PoolSettings(
         prepare=partial(_prepare, episode),
@@ -155,7 +155,7 @@ def row_bytes(row: pa.RecordBatch) -> bytes:
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
-def _prepare(episode: EpisodeKnobs, payload: bytes) -> Call:
+def _prepare(episode: FunctionKnobs, payload: bytes) -> Call:
     """The function that runs an episode of this row."""
     row = pa.ipc.open_stream(pa.py_buffer(payload)).read_next_batch()
     annotations = episode.signature.annotations

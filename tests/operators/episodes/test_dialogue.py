@@ -37,6 +37,12 @@ def asked(talk: Dialogue, number: int, heard: tuple[str, ...] = (), most: int | 
     return request
 
 
+def told(talk: Dialogue, number: int, heard: tuple[str, ...] = ()) -> str:
+    turn = talk.ask(number, heard, None)
+    assert isinstance(turn, SaidTurn)
+    return turn.text
+
+
 def converse(talk: Dialogue, turns: list[tuple[str, list[int]]]) -> list[TurnRequest]:
     requests = []
     for number, (heard, ids) in enumerate(turns):
@@ -78,7 +84,7 @@ def test_a_function_that_begins_anew_is_told_what_was_said_and_nothing_is_drawn_
     before = talk.tokens().ids.tolist()
     for _ in range(lives):
         for number, (heard, _) in enumerate(turns):
-            assert talk.ask(number, (heard,) if heard else (), None) == f"<{number}>"
+            assert told(talk, number, (heard,) if heard else ()) == f"<{number}>"
     assert talk.tokens().ids.tolist() == before
     assert len({request.number for request in requests}) == len(requests)
 
@@ -86,7 +92,7 @@ def test_a_function_that_begins_anew_is_told_what_was_said_and_nothing_is_drawn_
 def test_from_the_first_thing_that_the_world_says_otherwise_turns_are_drawn_anew() -> None:
     talk = dialogue()
     converse(talk, [("", [1]), ("a", [2]), ("b", [3])])
-    assert talk.ask(0, (), None) == "<0>"
+    assert told(talk, 0) == "<0>"
     request = asked(talk, 1, ("other",))
     assert request.tokens.tolist() == [7, 8, 1, *encode("other")]
     talk.answer(drawn([4]), "<new>", "stop")
@@ -97,9 +103,9 @@ def test_an_answer_that_comes_while_the_function_begins_anew_is_kept() -> None:
     talk = dialogue()
     converse(talk, [("", [1])])
     asked(talk, 1, ("a",))
-    assert talk.ask(0, (), None) == "<0>", "its process has died, and it begins anew"
+    assert told(talk, 0) == "<0>", "its process has died, and it begins anew"
     talk.answer(drawn([2]), "<1>", "stop")
-    assert talk.ask(1, ("a",), None) == "<1>"
+    assert told(talk, 1, ("a",)) == "<1>"
 
 
 def test_the_same_turn_of_the_same_conversation_is_one_request() -> None:
