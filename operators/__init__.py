@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from operators.agents.declaration import Endpoint, agent
     from operators.demonstrations import Demonstrations
     from operators.episodes.declaration import episode
     from operators.evaluate import Evaluate
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Demonstrations",
+    "Endpoint",
     "Evaluate",
     "Generator",
     "Logprobs",
@@ -21,11 +23,13 @@ __all__ = [
     "RewardModel",
     "Trainer",
     "Values",
+    "agent",
     "episode",
 ]
 
 _MODULES = {
-    "Logprobs": "forward", "RewardModel": "forward", "Values": "forward", "episode": "episodes.declaration",
+    "Endpoint": "agents.declaration", "Logprobs": "forward", "RewardModel": "forward", "Values": "forward",
+    "agent": "agents.declaration", "episode": "episodes.declaration",
 }  # fmt: skip
 """Where a name stands, unless in a module of its own."""
 

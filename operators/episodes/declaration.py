@@ -33,19 +33,7 @@ class Episode(FunctionKnobs):
 
     def asking(self, generator: Operator) -> Episode:
         """The same episode with the turns of this generator."""
-        if not isinstance(generator, Generate) or not generator.answers_turns:
-            raise GraphError(
-                f"'{self.name}' ({self.where}) asks a generator for the policy's turns, but got "
-                f"{type(generator).__name__}(name='{generator.name}'); give it Generator(...)"
-            )
-        engine = getattr(generator, "engine", "native")
-        if engine != "native":
-            raise GraphError(
-                f"'{self.name}' ({self.where}) takes turns with '{generator.name}', which runs on "
-                f"{engine}, but turns are answered by this project's own engine alone; use "
-                f'engine="native"'
-            )
-        return dataclasses.replace(self, generator=generator)
+        return dataclasses.replace(self, generator=self.answering(generator))
 
     def configured(self, **knobs: Any) -> Episode:
         """The same episode with other knobs of its function; GraphError for one that the function does not have."""

@@ -87,13 +87,23 @@ class Dialogue:
                 return self.turns[number]
             del self.turns[number:]
         self.waiting = None
-        left = self.max_tokens - self.said
-        if len(self.turns) >= self.max_turns or left < 1 or self.is_full:
+        if not self.has_room:
             return None
-        given = self.given(self.prompt, self.turns, heard)
+        return self.request(heard, most, self.given(self.prompt, self.turns, heard))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the policy has a turn left."""
+        return len(self.turns) < self.max_turns and self.said < self.max_tokens and not self.is_full
+
+    def request(self, heard: Sequence[str], most: int | None, given: AnyArray) -> TurnRequest | None:
+        """Wait for a turn behind what was heard, whose tokens these are; None where there is none left."""
+        if not self.has_room:
+            return None
         self.waiting = tuple(heard), most, given
         said = (part for turn in self.turns for part in (turn.given, turn.tokens.ids))
         tokens = np.concatenate([self.prompt, *said, given]).astype(np.int32)
+        left = self.max_tokens - self.said
         room = left if most is None else min(most, left)
         turn = f"{self.key}/{len(self.turns)}"
         checksum = xxhash.xxh3_64_intdigest(f"{turn}/{room}/".encode() + tokens.tobytes()) & _SIGN

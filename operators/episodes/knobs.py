@@ -10,7 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataflow.node import Generate, Traits
+from dataflow.errors import GraphError
+from dataflow.node import Generate, Operator, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.scoring.signature import where_defined
 from operators.episodes.signature import EpisodeSignature, read_episode
@@ -56,6 +57,22 @@ class EpisodeKnobs(Generate):
     def asks(self) -> Generate | None:
         """Its generator."""
         return self.generator
+
+    def answering(self, generator: Operator) -> Generate:
+        """The generator, if it answers turns. Raises GraphError."""
+        if not isinstance(generator, Generate) or not generator.answers_turns:
+            raise GraphError(
+                f"'{self.name}' ({self.where}) asks a generator for the policy's turns, but got "
+                f"{type(generator).__name__}(name='{generator.name}'); give it Generator(...)"
+            )
+        engine = getattr(generator, "engine", "native")
+        if engine != "native":
+            raise GraphError(
+                f"'{self.name}' ({self.where}) takes turns with '{generator.name}', which runs on "
+                f"{engine}, but turns are answered by this project's own engine alone; use "
+                f'engine="native"'
+            )
+        return generator
 
     @property
     def rollouts_per_prompt(self) -> int:

@@ -331,7 +331,7 @@ class EpisodesRuntime(Runtime):
             talk.rewards, each.returned, tail = outcome.rewards, outcome.returned, outcome.heard
             reason = TOO_LONG if outcome.is_over else STOPPED
         group.rows[each.position] = EndedRollout(
-            tokens=talk.tokens(), start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
+            tokens=talk.tokens(), start=len(talk.prompt), reason=reason, text=talk.text(tail), error=error
         )
         group.left -= 1
         if not group.left:
