@@ -39,6 +39,8 @@ class AgentKnobs(EpisodeKnobs):
     """What the last line of its output is: float, int, bool or str; None: nothing."""
     concurrency: int = 32
     """Programs at once."""
+    memory_mb: int | None = 2048
+    """Megabytes that each process of a program may have; None: no limit."""
     output_kb: int = 1024
     """Most that a program may say, on stdout and stderr together."""
     imports: tuple[str, ...] = ()

@@ -44,12 +44,13 @@ class Question:
     """In the life of its program."""
     prompt: AnyArray
     most: int | None
+    stop: tuple[str, ...]
     work: Work | None
     """None: whoever called has left, and may ask again."""
 
     def is_like(self, work: Work) -> bool:
         """Whether a call asks for the same."""
-        return np.array_equal(self.prompt, work.prompt) and self.most == work.most
+        return np.array_equal(self.prompt, work.prompt) and (self.most, self.stop) == (work.most, work.stop or ())
 
 
 @dataclass(eq=False)
@@ -136,11 +137,11 @@ class Programs:
         asked, self._asked = self._asked, []
         return [each for each in asked if each.job in self._sessions]
 
-    def prompt_of(self, asked: Asked) -> tuple[AnyArray, int | None]:
-        """Tokens of a question, and most tokens of its turn."""
+    def question(self, asked: Asked) -> Question:
+        """What a program asked."""
         question = self._sessions[asked.job].open
         assert question is not None and question.number == asked.number, "it waits"
-        return question.prompt, question.most
+        return question
 
     def say(self, asked: Asked, turn: SaidTurn | None) -> None:
         """Answer a question; None: there is no turn left."""
@@ -210,7 +211,8 @@ class Programs:
             _tell(arrived, session.unheard[1])
         else:
             session.unheard = None
-            session.open = Question(session.asked, np.asarray(arrived.prompt, np.int32), arrived.most, arrived)
+            prompt = np.asarray(arrived.prompt, np.int32)
+            session.open = Question(session.asked, prompt, arrived.most, arrived.stop or (), arrived)
             session.asked += 1
             self._asked.append(Asked(session.job, 0, session.open.number, b""))
 

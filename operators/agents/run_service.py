@@ -36,8 +36,8 @@ class RunService(Service):
     def __init__(self, turns: TurnsInRun, tokenizer: Any, *, model: str, past: Past, stop: tuple[str, ...]) -> None:
         """Serve the model. stop: strings at which the generator ends what it says."""
         super().__init__(
-            turns, tokenizer, model=model, ends=frozenset(tokenizer.all_special_ids), make_sampling=_nothing,
-            make_stop=_nothing, call_timeout_s=CALL_S, exchanges=KEPT_TURNS, past=past,
+            turns, tokenizer, model=model, ends=frozenset(tokenizer.all_special_ids), make_sampling=_no_sampling,
+            make_stop=_strings, call_timeout_s=CALL_S, exchanges=KEPT_TURNS, past=past,
         )  # fmt: skip
         self._stop = stop
 
@@ -46,21 +46,25 @@ class RunService(Service):
         return True
 
     def begin(self, request: Request, session: str | None) -> ServedCall:
-        """As `Service.begin`. Raises ApiError for strings to stop at, which only the generator has."""
-        if set(request.stop) - set(self._stop) or request.stop_tokens:
-            found = [*request.stop, *request.stop_tokens]
+        """As `Service.begin`. Raises ApiError for ids to stop at."""
+        if request.stop_tokens:
             raise bad(
-                "stop", f"the run says where a turn ends; found {found} to stop at; give Generator(stop=...)",
+                "stop_token_ids", f"a turn of a run ends at strings; found ids {request.stop_tokens}; send stop=[...]",
                 "unsupported_parameter",
             )  # fmt: skip
-        return super().begin(request.with_(stop=self._stop), session)
+        return super().begin(request.with_(stop=tuple(dict.fromkeys([*request.stop, *self._stop]))), session)
 
     def _check_room(self, call: ServedCall) -> None:
         """Nothing: where the context is full the rollout is over, which the generator says."""
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """How a turn is sampled, and where it ends, is the run's to say."""
+def _no_sampling(**_: Any) -> None:
+    """How a turn is sampled is the run's to say."""
+
+
+def _strings(stop: tuple[str, ...], _: tuple[int, ...]) -> tuple[str, ...]:
+    """The generator makes of them what it ends a turn by."""
+    return stop
 
 
 class EndpointThread:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from dataflow.model import Model
 from dataflow.records import AnyArray
@@ -28,6 +31,12 @@ def own_context_tokens(model: Model) -> int:
     """The model's own limit of prompt and completion."""
     config: Any = load_configs(model)[0].get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
+
+
+def _stopping(request: TurnRequest, stop: tuple[str, ...]) -> TurnRequest:
+    """The same turn, which ends at strings: another one than without them."""
+    number = xxhash.xxh3_64_intdigest(f"{request.number}/{json.dumps(stop)}".encode()) >> 1
+    return replace(request, number=number, stop=stop)
 
 
 class AgentsRuntime(EpisodesRuntime):
@@ -78,7 +87,9 @@ class AgentsRuntime(EpisodesRuntime):
     def _found(self, each: LiveEpisode, asked: Asked) -> TurnRequest | SaidTurn | None:
         assert isinstance(each.talk, PromptedDialogue), "it was made here"
         try:
-            return each.talk.ask_behind(asked.number, *self._programs.prompt_of(asked))
+            question = self._programs.question(asked)
+            found = each.talk.ask_behind(asked.number, question.prompt, question.most)
+            return _stopping(found, question.stop) if isinstance(found, TurnRequest) and question.stop else found
         except ChatError as error:
             self._programs.counts["rewritten"] += 1
             each.error = f"{self._name}: {UNUSABLE}: {error}"

@@ -24,6 +24,7 @@ from dataflow.records import (
     ROUND_SIZE,
     SAMPLING_MASK,
     SEED,
+    STOP,
     TEMPERATURE,
     TOKENS,
     TURN,
@@ -386,6 +387,7 @@ def _request_rows(requests: Sequence[tuple[LiveEpisode, TurnRequest]]) -> pa.Rec
         SEED: [request.seed for request in wanted],
         MOST_TOKENS: [request.most for request in wanted],
         TEMPERATURE: [request.temperature for request in wanted],
+        STOP: [request.stop or None for request in wanted],
         TOKENS: [request.tokens for request in wanted],
     }
     arrays = [pa.array(columns[name], kind) for name, kind in TURN_REQUEST.items()]

@@ -28,6 +28,7 @@ from operators.generation.sampled_with import SampledWith
 from operators.generation.tokenize import encode
 from operators.generation.turns import no_turns, turns_of, with_turns
 from operators.models.read_weights import ReadWeights
+from operators.serving.request_stops import StopCache
 
 
 class GeneratorRuntime(Runtime):
@@ -46,6 +47,7 @@ class GeneratorRuntime(Runtime):
         built = make_engine(declaration, context)
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._native = built.native
+        self._stops = StopCache(built.tokenizer, built.ends)
         self._context_tokens = self.engine.context_tokens
         bounds = with_turns(context.bounds, context.episodes)
         self._admission: Admission[PromptGroup] = Admission(bounds, declaration.in_flight)
@@ -277,6 +279,7 @@ class GeneratorRuntime(Runtime):
             prompt=group.prompt,
             limit=self._limit(group),
             sampling=group.sampling,
+            stop=None if group.turn is None or not group.turn.stop else self._stops(group.turn.stop),
             tickets=tickets,
             seeds=seeds,
             partial=[group.partial.pop(position, None) for position in positions],
