@@ -1,7 +1,8 @@
-"""Plays a game with a model behind OpenAI's API: find a number by guesses that are answered by higher (+) or lower (-)."""
+"""Plays a game with a model behind OpenAI's API: find a number by guesses that are answered by higher or lower."""
 
 import json
 import sys
+from typing import Any
 
 from openai import OpenAI
 
@@ -10,9 +11,9 @@ DIGITS = "0123456789abcdef"
 
 def play(client: OpenAI, prompt: str, secret: int, turns: int) -> float:
     """1 if the model finds the number in so many guesses."""
-    messages = [{"role": "user", "content": prompt}]
+    messages: list[Any] = [{"role": "user", "content": prompt}]
     for _ in range(turns):
-        answer = client.chat.completions.create(model="gpt-5-mini", messages=messages)  # type: ignore[call-overload]
+        answer = client.chat.completions.create(model="gpt-5-mini", messages=messages)
         said = answer.choices[0].message.content or ""
         number = DIGITS.find(said) if len(said) == 1 else -1
         if number == secret:

@@ -18,9 +18,7 @@ MAX_TOKENS = 2
 """Of a turn: a digit and the end token."""
 
 END = "<eos>"
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + END + "{% endif %}{% endfor %}"
-)
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + END + "{% endif %}{% endfor %}"
 """A game's messages, laid out as the games of the warm start are."""
 
 HELD_OUT_SHARE = 8
@@ -41,9 +39,7 @@ def rows(
             made += 1
 
 
-def games(
-    count: int, numbers: int, turns: int, *, seed: int, held_out: bool = False
-) -> list[dict[str, str | int]]:
+def games(count: int, numbers: int, turns: int, *, seed: int, held_out: bool = False) -> list[dict[str, str | int]]:
     """Games with what a program that plays them has to know: {"prompt", "secret", "turns"}."""
     return [{**row, "turns": turns} for row in rows(count, seed=seed, held_out=held_out, numbers=numbers)]
 

@@ -51,6 +51,7 @@ class HostLine:
         """Start it. python: its interpreter. modules: imported there, for programs that are forks of it."""
         self._command = [python, *([] if modules else ["-I"]), str(HOST), *modules]
         self._marker = secrets.token_hex(16)
+        self._in, self._out = bytearray(), bytearray()
         self._begin()
 
     def fileno(self) -> int:
@@ -81,7 +82,8 @@ class HostLine:
                 is_over = True
             except ConnectionError:
                 is_over = True
-        *lines, self._in = self._in.split(b"\n")
+        *lines, rest = bytes(self._in).split(b"\n")
+        self._in = bytearray(rest)
         found = [json.loads(line) for line in lines]
         if is_over and not found:
             return None
@@ -97,7 +99,9 @@ class HostLine:
         self._end(_CLOSE_S)
 
     def _begin(self) -> None:
-        self._in, self._out = b"", b""
+        self._in, self._out = bytearray(), bytearray()
+        theirs: socket.socket
+        self._socket: socket.socket
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         with theirs:
@@ -121,4 +125,4 @@ class HostLine:
     def _flush(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionError):  # that the process is gone shows when reading
             while self._out:
-                self._out = self._out[self._socket.send(self._out) :]
+                del self._out[: self._socket.send(self._out)]

@@ -59,8 +59,8 @@ class AgentKnobs(EpisodeKnobs):
             object.__setattr__(self, "name", _name_of(self.command))
         if self.returns is not None and self.returns not in NOTHING:
             raise GraphError(
-                f"agent '{self.name}' returns {self.returns!r}, which no column of an episode holds; give returns=float, "
-                f"int, bool or str, or leave it out and let a @scorer read the rollout"
+                f"agent '{self.name}' returns {self.returns!r}, which no column of an episode holds; give "
+                f"returns=float, int, bool or str, or leave it out and let a @scorer read the rollout"
             )
         signature = EpisodeSignature(
             annotations={"prompt": str, **dict.fromkeys(self.columns, Any)}, defaults={},

@@ -2,9 +2,10 @@
 
 python program_host.py [MODULE ...] FD: FD is a socket on which the owner says, a line of JSON each,
 {"start": number, "argv": [...], "env": {...}, "without": [names], "marker": text of its environment that no other has,
-"input": text, "memory_mb": n or null, "output_bytes": n} and {"end": number}, and hears {"ended": number, "status": n, "last": last line of its output, "errors": the end of what it
-said on stderr, "is_too_much": whether it said more than it may}. MODULE: imported here; Python programs are forks of
-this process then, which have them. When the owner ends, so does all.
+"input": text, "memory_mb": n or null, "output_bytes": n} and {"end": number}, and hears {"ended": number, "status": n,
+"last": last line of its output, "errors": the end of what it said on stderr, "is_too_much": whether it said more than
+it may}. MODULE: imported here; Python programs are forks of this process then, which have them. When the owner ends, so
+does all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 GRACE_S = 1.0
@@ -281,9 +283,11 @@ def _run_python(argv: list[str]) -> int:
     is_module = argv[1] == "-m"
     target = argv[2] if is_module else argv[1]
     sys.argv = argv[2:] if is_module else argv[1:]
-    sys.path.insert(0, "" if is_module else os.path.dirname(os.path.abspath(target)))
+    sys.path.insert(0, "" if is_module else str(Path(target).resolve().parent))
     random.seed()
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     try:
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -307,7 +311,7 @@ def _limit_memory(memory_mb: int | None, *, forked: bool) -> None:
         return
     used_kb = 0
     if forked:
-        with open("/proc/self/status") as status:
+        with Path("/proc/self/status").open() as status:
             used_kb = next((int(line.split()[1]) for line in status if line.startswith("VmData:")), 0)
     limit = (used_kb << 10) + (memory_mb << 20)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -319,16 +323,15 @@ def _children() -> list[int]:
     """Processes whose parent this one is."""
     own = os.getpid()
     try:
-        with open(f"/proc/{own}/task/{own}/children") as children:
-            return [int(pid) for pid in children.read().split()]
+        return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
     except OSError:
-        return [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _parent(int(pid)) == own]
+        known = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+        return [pid for pid in known if _parent(pid) == own]
 
 
 def _parent(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return int(stat.read().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return -1
 
@@ -338,8 +341,7 @@ def _belongs(pid: int, sessions: set[int], markers: list[bytes]) -> bool:
     try:
         if os.getsid(pid) in sessions:
             return True
-        with open(f"/proc/{pid}/environ", "rb") as environment:
-            found = environment.read()
+        found = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
     return any(marker in found for marker in markers)
@@ -349,8 +351,8 @@ def main() -> None:
     """Import what programs share, and serve."""
     owner = socket.socket(fileno=int(sys.argv[-1]))
     owner.set_inheritable(False)
-    own = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != own]
+    own = Path(__file__).resolve().parent
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != own]
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     modules = sys.argv[1:-1]

@@ -23,7 +23,7 @@ from dataflow.scoring.return_values import Unscored, checker
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.agents.host_line import EndedProgram, HostLine
 from operators.agents.knobs import WITHOUT, AgentKnobs
-from operators.agents.turns_in_run import Left, TurnsInRun
+from operators.agents.turns_in_run import CallerLeft, TurnsInRun
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
 from operators.episodes.chat import Outcome
 from operators.episodes.dialogue import SaidTurn
@@ -37,7 +37,7 @@ _OVER = ApiError(400, "the policy has no turn left in this rollout; end the prog
 
 
 @dataclass(eq=False)
-class Question:
+class ProgramCall:
     """A call that waits for its turn."""
 
     number: int
@@ -64,8 +64,8 @@ class ProgramSession:
     """On the monotonic clock, while no question is open."""
     asked: int = 0
     """Questions so far."""
-    open: Question | None = None
-    unheard: tuple[Question, SaidTurn] | None = None
+    open: ProgramCall | None = None
+    unheard: tuple[ProgramCall, SaidTurn] | None = None
     """The last turn, where whoever asked for it had left."""
     failure: str | None = None
     """Why it counts as failed, whatever the program says."""
@@ -137,7 +137,7 @@ class Programs:
         asked, self._asked = self._asked, []
         return [each for each in asked if each.job in self._sessions]
 
-    def question(self, asked: Asked) -> Question:
+    def question(self, asked: Asked) -> ProgramCall:
         """What a program asked."""
         question = self._sessions[asked.job].open
         assert question is not None and question.number == asked.number, "it waits"
@@ -191,8 +191,8 @@ class Programs:
             },
         )  # fmt: skip
 
-    def _take(self, arrived: Work | Left) -> None:
-        if isinstance(arrived, Left):
+    def _take(self, arrived: Work | CallerLeft) -> None:
+        if isinstance(arrived, CallerLeft):
             session = self._by_key.get(arrived.work.session or "")
             if session is not None and session.open is not None and session.open.work is arrived.work:
                 session.open.work = None
@@ -212,7 +212,7 @@ class Programs:
         else:
             session.unheard = None
             prompt = np.asarray(arrived.prompt, np.int32)
-            session.open = Question(session.asked, prompt, arrived.most, arrived.stop or (), arrived)
+            session.open = ProgramCall(session.asked, prompt, arrived.most, arrived.stop or (), arrived)
             session.asked += 1
             self._asked.append(Asked(session.job, 0, session.open.number, b""))
 

@@ -51,7 +51,8 @@ class AgentsRuntime(EpisodesRuntime):
     def __init__(self, agent: AgentKnobs, context: Context) -> None:
         """Load the tokenizer of the generator's model, open the endpoint, start the process that starts programs."""
         assert agent.generator is not None and agent.generator.uses is not None, "the graph was checked"
-        self._turns_in_run = TurnsInRun(agent.generator.traits.context_tokens or own_context_tokens(agent.generator.uses))
+        most = agent.generator.traits.context_tokens or own_context_tokens(agent.generator.uses)
+        self._turns_in_run = TurnsInRun(most)
         service = RunService(
             self._turns_in_run, load_tokenizer(agent.generator.uses), model=agent.model_name, past=agent.past,
             stop=tuple(getattr(agent.generator, "stop", ())),
@@ -59,10 +60,6 @@ class AgentsRuntime(EpisodesRuntime):
         self._endpoint = EndpointThread(service, self._turns_in_run, agent.port)
         self._programs = Programs(agent, self._turns_in_run, self._endpoint.root, self._endpoint.forget)
         super().__init__(agent, context, self._programs)
-
-    def waits(self) -> Sequence[Any]:
-        """Programs, always: one may end while it waits for the policy."""
-        return self._programs.waits()
 
     def status(self) -> dict[str, float | int | str]:
         """As an episode's; rollouts that failed as their program rewrote its conversation, or made calls at once."""

@@ -14,7 +14,7 @@ from operators.serving.work import Work
 
 
 @dataclass(frozen=True)
-class Left:
+class CallerLeft:
     """Whoever made a call waits for its answer no more."""
 
     work: Work
@@ -46,7 +46,7 @@ class TurnsInRun:
         self.sessions: set[str] = set()
         """Keys."""
         self._is_closed = False
-        self._arrived: queue.SimpleQueue[Work | Left] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Work | CallerLeft] = queue.SimpleQueue()
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._lock = threading.Lock()
 
@@ -79,9 +79,9 @@ class TurnsInRun:
 
     def cancel(self, work: Work, why: str) -> None:
         """The turn is drawn all the same, for a caller that asks again."""
-        self._put(Left(work))
+        self._put(CallerLeft(work))
 
-    def taken(self) -> list[Work | Left]:
+    def taken(self) -> list[Work | CallerLeft]:
         """What has arrived."""
         try:
             os.read(self._woken, 1 << 12)
@@ -103,7 +103,7 @@ class TurnsInRun:
             os.close(self._wakes)
             self._wakes = -1
 
-    def _put(self, arrived: Work | Left) -> None:
+    def _put(self, arrived: Work | CallerLeft) -> None:
         self._arrived.put(arrived)
         with self._lock:
             if self._wakes >= 0:

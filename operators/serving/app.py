@@ -38,7 +38,11 @@ _log = structlog.get_logger()
 
 
 def make_app(
-    service: Service, *, api_key: str | None = None, sessions: Container[str] | None = None, close_timeout_s: float = 30.0
+    service: Service,
+    *,
+    api_key: str | None = None,
+    sessions: Container[str] | None = None,
+    close_timeout_s: float = 30.0,
 ) -> Starlette:
     """The ASGI application; it starts the engine's thread and closes it.
 

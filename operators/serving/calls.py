@@ -188,7 +188,8 @@ class ServedCall:
         """Why the call cannot be answered, if it cannot."""
         for choice in self.choices:
             if choice.failed:
-                return choice.refusal or ApiError(choice.failed, choice.error or "the rollout failed", code="rollout_failed")
+                why = choice.error or "the rollout failed"
+                return choice.refusal or ApiError(choice.failed, why, code="rollout_failed")
         return self.unrecorded
 
     def hear(self, part: CallPrompt, news: News) -> None:

@@ -265,7 +265,10 @@ class Service:
         reads = self.calls if request.tools else None
         choices = [
             Choice(
-                first + i, Transcript(self.vocabulary, request.stop), calls=reads, tools=request.tools,
+                first + i,
+                Transcript(self.vocabulary, request.stop),
+                calls=reads,
+                tools=request.tools,
                 first_call=_first_call(encoded.tokens, first + i),
             )
             for i in range(request.n)

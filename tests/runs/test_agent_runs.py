@@ -1,4 +1,4 @@
-"""Runs of agents: programs that nobody rewrote, whose calls are turns; what they do wrong is a failure and no reward."""
+"""Runs of agents: programs that nobody rewrote, whose calls are turns; what goes wrong there is no reward."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from operators.losses import aipo
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra 'serve'")
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
-SCRIPT = Path(__file__).parents[1] / "rigs" / "agent_of_urllib.py"
+SCRIPT = Path(__file__).with_name("agent_of_urllib.py")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}-"
     "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
@@ -186,12 +186,13 @@ def test_a_run_of_agents_trains_every_group_once_and_none_beyond_the_bound(chatt
     nothing_is_left(result)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "victim", ["talker", pytest.param("generator", marks=pytest.mark.slow), pytest.param("trainer", marks=pytest.mark.slow)]
-)  # fmt: skip
-def test_a_run_of_agents_whose_worker_is_killed_goes_on_and_is_clean(
-    victim: str, chatty: Path, tmp_path: Path
-) -> None:
+    "victim", ["talker", pytest.param("generator", marks=SLOW), pytest.param("trainer", marks=SLOW)]
+)
+def test_a_run_of_agents_whose_worker_is_killed_goes_on_and_is_clean(victim: str, chatty: Path, tmp_path: Path) -> None:
     g, mark = graph(chatty), tmp_path / "struck"
 
     def blow() -> None:

@@ -82,8 +82,9 @@ def main() -> None:
         case "endless":
             messages = first
             while True:
-                said = post("/chat/completions", {"messages": messages, "max_tokens": 4})["choices"][0]["message"]
-                messages = [*messages, said, {"role": "user", "content": "d="}]
+                messages = [*messages, {"role": "assistant", "content": said or ""}, {"role": "user", "content": "d="}]
+                answer = post("/chat/completions", {"messages": messages, "max_tokens": 4})
+                said = answer["choices"][0]["message"]["content"]
 
 
 if __name__ == "__main__":
