@@ -16,7 +16,6 @@ from typing import Any
 from dataflow.annotations import arrow_type
 from dataflow.errors import GraphError
 from dataflow.node import Traits
-from operators.chat.conversation import Past
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.signature import NOTHING, EpisodeSignature
 
@@ -49,8 +48,6 @@ class AgentKnobs(EpisodeKnobs):
     """More of its environment."""
     model_name: str = "policy"
     """The model of the endpoint, as `GET /v1/models` names it; calls may name any."""
-    past: Past = "sampled"
-    """What becomes of turns that the chat template writes otherwise once they are past, as in `operators/chat`."""
     port: int = 0
     """Of the endpoint, on loopback; 0: any that is free."""
 

@@ -8,11 +8,12 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from dataflow.errors import WorkerDied
 from dataflow.records import AnyArray
@@ -25,13 +26,12 @@ from operators.agents.host_line import EndedProgram, HostLine
 from operators.agents.knobs import WITHOUT, AgentKnobs
 from operators.agents.turns_in_run import CallerLeft, TurnsInRun
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
-from operators.episodes.chat import Outcome
+from operators.episodes.chat import Outcome, TurnQuestion
 from operators.episodes.dialogue import SaidTurn
 from operators.serving.errors import ApiError
 from operators.serving.work import News, Work
 
 NEVER = "its program ended well and never called the endpoint; found no turn; let it call OPENAI_BASE_URL"
-PARALLEL = "its program made two calls at once, of which one conversation cannot have both; let it wait for each"
 _DEATHS = 3
 _OVER = ApiError(400, "the policy has no turn left in this rollout; end the program", code="rollout_over")
 
@@ -42,6 +42,8 @@ class ProgramCall:
 
     number: int
     """In the life of its program."""
+    conversation: int
+    """That it goes on, or begins."""
     prompt: AnyArray
     most: int | None
     stop: tuple[str, ...]
@@ -65,13 +67,43 @@ class ProgramSession:
     asked: int = 0
     """Questions so far."""
     open: ProgramCall | None = None
-    unheard: tuple[ProgramCall, SaidTurn] | None = None
-    """The last turn, where whoever asked for it had left."""
+    next: list[Work] = field(default_factory=list)
+    """Calls that came while one was open, in their order."""
+    unheard: list[tuple[ProgramCall, SaidTurn]] = field(default_factory=list)
+    """Turns, where whoever asked for them had left."""
+    known: dict[int, AnyArray] = field(default_factory=dict)
+    """By conversation, all that was said in it."""
+    turns: dict[int, int] = field(default_factory=dict)
+    """How many turns each has had."""
     failure: str | None = None
     """Why it counts as failed, whatever the program says."""
     is_over: bool = False
     """Whether a call was told that there is no turn left."""
     deaths: int = 0
+
+    def begin(self, key: str, deadline: float) -> None:
+        """A program begins, for the first time or anew."""
+        self.key, self.deadline, self.asked, self.open, self.is_over = key, deadline, 0, None, False
+        self.next, self.unheard, self.known, self.turns = [], [], {}, {}
+
+    def conversation_of(self, prompt: AnyArray, recorded: Mapping[int, AnyArray]) -> int:
+        """That which a prompt goes on, the one with most of it said; else a new one.
+
+        recorded: what conversations of an earlier life began with."""
+        fitting = [
+            (len(known), number)
+            for number, known in self.known.items()
+            if len(known) < len(prompt) and np.array_equal(prompt[: len(known)], known)
+        ]
+        if fitting:
+            return max(fitting)[1]
+        again = {number for number, begin in recorded.items() if np.array_equal(begin, prompt)} - set(self.known)
+        return min(again or set(range(len(self.known) + 1)) - set(self.known))
+
+    def rewards(self, conversation: int = 0) -> list[list[float]]:
+        """Of its turns, by conversation: none is worth more than another, until a scorer says so."""
+        most = max([conversation, *self.turns])
+        return [[0.0] * self.turns.get(number, 0) for number in range(most + 1)]
 
 
 class Programs:
@@ -85,12 +117,13 @@ class Programs:
 
     def __init__(
         self, agent: AgentKnobs, turns: TurnsInRun, root: str, forget: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
+        decode: Callable[[AnyArray], str], clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """Start the process that starts programs. root: of the endpoint. forget: let go of a session."""
+        """Start the process that starts programs. root: of the endpoint. forget: let go of a session. decode: tokens as
+        text."""
         self.restarts = 0
-        self.counts = {"rewritten": 0, "parallel": 0}
-        self._agent, self._turns, self._root, self._forget, self._clock = agent, turns, root, forget, clock
+        self._agent, self._turns, self._root, self._forget = agent, turns, root, forget
+        self._decode, self._clock = decode, clock
         self._host = HostLine(agent.python, agent.imports)
         self._check = None if agent.signature.output is None else checker(agent.signature.output)
         self._next_job = 0
@@ -137,27 +170,40 @@ class Programs:
         asked, self._asked = self._asked, []
         return [each for each in asked if each.job in self._sessions]
 
-    def question(self, asked: Asked) -> ProgramCall:
-        """What a program asked."""
-        question = self._sessions[asked.job].open
-        assert question is not None and question.number == asked.number, "it waits"
-        return question
+    def question(self, asked: Asked, recorded: Mapping[int, AnyArray]) -> tuple[ProgramCall, TurnQuestion]:
+        """What a program asked. recorded: see `ProgramSession.conversation_of`."""
+        session = self._sessions[asked.job]
+        call = session.open
+        assert call is not None and call.number == asked.number, "it waits"
+        call.conversation = session.conversation_of(call.prompt, recorded)
+        known = session.known.get(call.conversation)
+        mark = xxhash.xxh3_128_hexdigest(call.prompt.tobytes() + json.dumps(call.stop).encode())
+        question = TurnQuestion(
+            heard=() if known is None else (self._decode(call.prompt[len(known) :]),), most=call.most,
+            rewards=session.rewards(call.conversation), rewritten=mark, conversation=call.conversation,
+        )  # fmt: skip
+        return call, question
 
     def say(self, asked: Asked, turn: SaidTurn | None) -> None:
         """Answer a question; None: there is no turn left."""
         session = self._sessions.get(asked.job)
         if session is None or session.open is None or session.open.number != asked.number:
             return
-        question, session.open = session.open, None
+        call, session.open = session.open, None
         session.deadline = self._clock() + self._agent.timeout_s
         if turn is None:
             session.is_over = True
-            if question.work is not None:
-                _refuse(question.work, _OVER)
-        elif question.work is None:
-            session.unheard = question, turn
+            if call.work is not None:
+                _refuse(call.work, _OVER)
         else:
-            _tell(question.work, turn)
+            session.known[call.conversation] = np.concatenate([call.prompt, turn.tokens.ids])
+            session.turns[call.conversation] = session.turns.get(call.conversation, 0) + 1
+            if call.work is None:
+                session.unheard.append((call, turn))
+            else:
+                _tell(call.work, turn)
+        if session.next:
+            self._ask(session, session.next.pop(0))
 
     def tell(self, question: Asked, body: bytes) -> None:
         """Programs are answered by `say`."""
@@ -177,8 +223,7 @@ class Programs:
 
     def _start(self, session: ProgramSession) -> None:
         agent, key = self._agent, f"sk-{secrets.token_urlsafe(32)}"
-        session.key, session.asked, session.open, session.unheard = key, 0, None, None
-        session.deadline = self._clock() + agent.timeout_s
+        session.begin(key, self._clock() + agent.timeout_s)
         self._sessions[session.job] = self._by_key[key] = session
         self._turns.sessions.add(key)
         row = _row(session.encode(0, 1))
@@ -196,25 +241,29 @@ class Programs:
             session = self._by_key.get(arrived.work.session or "")
             if session is not None and session.open is not None and session.open.work is arrived.work:
                 session.open.work = None
+            elif session is not None and arrived.work in session.next:
+                session.next.remove(arrived.work)
             return
         session = self._by_key.get(arrived.session or "")
         if session is None or session.failure is not None:
             _refuse(arrived, _OVER)
-        elif session.open is not None:
-            if session.open.work is None and session.open.is_like(arrived):
-                session.open.work = arrived
-                return
-            self.counts["parallel"] += 1
-            self.stop(session.job, f"{UNUSABLE}: {PARALLEL}")
-            _refuse(arrived, ApiError(400, PARALLEL, code="parallel_calls"))
-        elif session.unheard is not None and session.unheard[0].is_like(arrived):
-            _tell(arrived, session.unheard[1])
+            return
+        found = next((each for each in session.unheard if each[0].is_like(arrived)), None)
+        if found is not None:
+            session.unheard.remove(found)
+            _tell(arrived, found[1])
+        elif session.open is None:
+            self._ask(session, arrived)
+        elif session.open.work is None and session.open.is_like(arrived):
+            session.open.work = arrived
         else:
-            session.unheard = None
-            prompt = np.asarray(arrived.prompt, np.int32)
-            session.open = ProgramCall(session.asked, prompt, arrived.most, arrived.stop or (), arrived)
-            session.asked += 1
-            self._asked.append(Asked(session.job, 0, session.open.number, b""))
+            session.next.append(arrived)
+
+    def _ask(self, session: ProgramSession, work: Work) -> None:
+        prompt = np.asarray(work.prompt, np.int32)
+        session.open = ProgramCall(session.asked, 0, prompt, work.most, work.stop or (), work)
+        session.asked += 1
+        self._asked.append(Asked(session.job, 0, session.open.number, b""))
 
     def _ended(self, program: EndedProgram) -> Answer:
         session = self._sessions.pop(program.number)
@@ -227,7 +276,7 @@ class Programs:
                 failure = f"{UNUSABLE}: the last line of its output {error}"
         if failure is not None:
             return Answer(session.job, [0], {0: failure}, b"")
-        outcome = Outcome(heard=(), rewards=(), is_over=session.is_over, returned=returned)
+        outcome = Outcome(heard=(), rewards=session.rewards(), is_over=session.is_over, returned=returned)
         return Answer(session.job, [0], {}, outcome.to_bytes())
 
     def _failed(self, session: ProgramSession, program: EndedProgram) -> str | None:
@@ -277,9 +326,9 @@ class Programs:
         return answers
 
     def _close(self, session: ProgramSession) -> None:
-        if session.open is not None and session.open.work is not None:
-            _refuse(session.open.work, _OVER)
-        session.open = None
+        for work in [*session.next, *([session.open.work] if session.open and session.open.work else [])]:
+            _refuse(work, _OVER)
+        session.open, session.next = None, []
         del self._by_key[session.key]
         self._forget(session.key)
 

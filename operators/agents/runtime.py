@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,17 +13,16 @@ import xxhash
 
 from dataflow.model import Model
 from dataflow.records import AnyArray
-from dataflow.runtime import Context
-from dataflow.scoring.failure import UNUSABLE
+from dataflow.runtime import Context as RunContext
 from dataflow.scoring.process import Asked
 from operators.agents.knobs import AgentKnobs
 from operators.agents.programs import Programs
 from operators.agents.run_service import EndpointThread, RunService
-from operators.agents.talk import PromptedDialogue, nothing_given
 from operators.agents.turns_in_run import TurnsInRun
-from operators.chat.chat_format import ChatError
-from operators.episodes.dialogue import Dialogue, SaidTurn, TurnRequest
+from operators.episodes.chat import TurnQuestion
+from operators.episodes.dialogue import Context, SaidTurn, TurnRequest
 from operators.episodes.runtime import UNBOUNDED, EpisodesRuntime, LiveEpisode
+from operators.episodes.talks import Begin
 from operators.generation.groups import PromptGroup
 from operators.models.loading import load_configs, load_tokenizer
 
@@ -33,10 +33,24 @@ def own_context_tokens(model: Model) -> int:
     return int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
 
 
-def _stopping(request: TurnRequest, stop: tuple[str, ...]) -> TurnRequest:
-    """The same turn, which ends at strings: another one than without them."""
-    number = xxhash.xxh3_64_intdigest(f"{request.number}/{json.dumps(stop)}".encode()) >> 1
-    return replace(request, number=number, stop=stop)
+class WholePrompts:
+    """What a program sent with its latest call, which is all that the policy sees: its conversations begin with
+    nothing."""
+
+    def __init__(self) -> None:
+        """Nothing was sent."""
+        self.prompt: AnyArray = np.zeros(0, np.int32)
+        self.stop: tuple[str, ...] = ()
+        """Strings at which its turn ends."""
+
+    def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
+        """As `talks.Begin`."""
+        return np.zeros(0, np.int32), self._context
+
+    def _context(
+        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None
+    ) -> AnyArray:
+        return self.prompt
 
 
 class AgentsRuntime(EpisodesRuntime):
@@ -48,22 +62,23 @@ class AgentsRuntime(EpisodesRuntime):
     unblocked by: what they ask, their ends, or the limits of time and memory; answers
     """
 
-    def __init__(self, agent: AgentKnobs, context: Context) -> None:
+    def __init__(self, agent: AgentKnobs, context: RunContext) -> None:
         """Load the tokenizer of the generator's model, open the endpoint, start the process that starts programs."""
         assert agent.generator is not None and agent.generator.uses is not None, "the graph was checked"
         most = agent.generator.traits.context_tokens or own_context_tokens(agent.generator.uses)
         self._turns_in_run = TurnsInRun(most)
+        tokenizer = load_tokenizer(agent.generator.uses)
         service = RunService(
-            self._turns_in_run, load_tokenizer(agent.generator.uses), model=agent.model_name, past=agent.past,
+            self._turns_in_run, copy.deepcopy(tokenizer), model=agent.model_name, past=agent.past,
             stop=tuple(getattr(agent.generator, "stop", ())),
         )  # fmt: skip
         self._endpoint = EndpointThread(service, self._turns_in_run, agent.port)
-        self._programs = Programs(agent, self._turns_in_run, self._endpoint.root, self._endpoint.forget)
-        super().__init__(agent, context, self._programs)
 
-    def status(self) -> dict[str, float | int | str]:
-        """As an episode's; rollouts that failed as their program rewrote its conversation, or made calls at once."""
-        return {**super().status(), **self._programs.counts}
+        def decode(ids: AnyArray) -> str:
+            return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+        self._programs = Programs(agent, self._turns_in_run, self._endpoint.root, self._endpoint.forget, decode)
+        super().__init__(agent, context, self._programs)
 
     def close(self) -> None:
         """End the programs and the endpoint; what was said stays on the disk."""
@@ -75,28 +90,27 @@ class AgentsRuntime(EpisodesRuntime):
         """Bytes of a prompt, which the policy never sees: the program makes of it what it likes."""
         return [np.frombuffer(prompt.encode(), np.uint8).astype(np.int64) for prompt in prompts]
 
-    def _talk(self, key: str, group: PromptGroup, prompt: str) -> Dialogue:
-        return PromptedDialogue(
-            key=key, prompt=np.zeros(0, np.int32), max_turns=self._episode.max_turns,
-            max_tokens=self._episode.max_tokens or UNBOUNDED, given=nothing_given, decode=self._text,
-        )  # fmt: skip
+    def _begins(self, group: PromptGroup, prompt: str) -> Begin:
+        return WholePrompts()
 
-    def _found(self, each: LiveEpisode, asked: Asked) -> TurnRequest | SaidTurn | None:
-        assert isinstance(each.talk, PromptedDialogue), "it was made here"
-        try:
-            question = self._programs.question(asked)
-            found = each.talk.ask_behind(asked.number, question.prompt, question.most)
-            return _stopping(found, question.stop) if isinstance(found, TurnRequest) and question.stop else found
-        except ChatError as error:
-            self._programs.counts["rewritten"] += 1
-            each.error = f"{self._name}: {UNUSABLE}: {error}"
-            return None
+    def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:
+        recorded = {number: talk.turns[0].given for number, talk in each.talk.talks.items() if talk.turns}
+        call, question = self._programs.question(asked, recorded)
+        begin = each.talk.begin
+        assert isinstance(begin, WholePrompts), "it was made here"
+        begin.prompt, begin.stop = call.prompt, call.stop
+        return question
 
-    def _say(self, asked: Asked, turn: SaidTurn | None) -> None:
-        self._programs.say(asked, turn)
-        each = self._live.get(asked.job)
-        if each is not None and each.error is not None:
+    def _request(self, asked: Asked, request: TurnRequest) -> TurnRequest:
+        begin = self._live[asked.job].talk.begin
+        assert isinstance(begin, WholePrompts), "it was made here"
+        if not begin.stop:
+            return request
+        number = xxhash.xxh3_64_intdigest(f"{request.number}/{json.dumps(begin.stop)}".encode()) >> 1
+        return replace(request, number=number, stop=begin.stop)
+
+    def _say(self, each: LiveEpisode, asked: Asked, turn: tuple[int, int], text: str | None) -> None:
+        conversation, number = turn
+        self._programs.say(asked, None if text is None else each.talk.talks[conversation].turns[number])
+        if each.error is not None and self._live.get(asked.job) is each:
             self._programs.stop(asked.job, each.error)
-
-    def _text(self, ids: AnyArray) -> str:
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))

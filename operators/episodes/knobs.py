@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 
@@ -14,6 +14,7 @@ from dataflow.errors import GraphError
 from dataflow.node import Generate, Operator, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.scoring.signature import where_defined
+from operators.chat.conversation import Past
 from operators.episodes.signature import EpisodeSignature, read_episode
 
 
@@ -35,6 +36,10 @@ class EpisodeKnobs(Generate):
     """Megabytes that a process of the world may take beyond what it started with; None: no limit."""
     concurrency: int = 512
     """Episodes at once within a process: tasks of its event loop."""
+    past: Past = "sampled"
+    """With messages, what becomes of turns that the chat template writes otherwise once they are past (thinking that it
+    leaves out): they stay as they were sampled; a training row begins with what it makes of them; or the rollout is an
+    error."""
     signature: EpisodeSignature = field(init=False, repr=False)
     """The columns that it reads, its knobs, and the Arrow type it writes."""
 
@@ -122,6 +127,8 @@ class EpisodeKnobs(Generate):
         ]
         if isinstance(self.timeout_s, bool) or not 0 < self.timeout_s < float("inf"):
             found.append(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
+        if self.past not in get_args(Past):
+            found.append(f"{head} has past={self.past!r}; give one of {list(get_args(Past))}")
         if self.name in self.reads() and self.signature.output is not None:
             found.append(f"{head} writes column '{self.name}', which it also reads; give it another name")
         if self.generator is None:
@@ -196,10 +203,7 @@ class FunctionKnobs(EpisodeKnobs):
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        found = super().faults()
+        found, head = super().faults(), f"episode '{self.name}' ({self.where})"
         if not self.isolate and self.processes > 1:
-            found.append(
-                f"episode '{self.name}' ({self.where}) has processes={self.processes} but isolate=False; leave "
-                f"isolate=True"
-            )
+            found.append(f"{head} has processes={self.processes} but isolate=False; leave isolate=True")
         return found

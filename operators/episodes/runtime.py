@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from dataflow.records import (
@@ -16,35 +16,27 @@ from dataflow.records import (
     ERROR,
     FINISH_REASON,
     GROUP_ID,
-    MIN_VERSION,
-    MOST_TOKENS,
-    OF_GROUP,
-    OF_SOURCE,
     PROMPT,
     ROUND_SIZE,
     SAMPLING_MASK,
-    SEED,
-    STOP,
     TEMPERATURE,
-    TOKENS,
-    TURN,
-    TURN_REQUEST,
-    TURN_REWARD,
     AnyArray,
-    schema,
 )
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
+from dataflow.scoring.failure import RolloutFailure, status_of
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
-from operators.episodes.dialogue import Dialogue, SaidTurn, TurnRequest
+from operators.episodes.dialogue import TurnRequest
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
-from operators.episodes.words import ChatWords, PlainWords, Words
+from operators.episodes.talks import Begin, Talks
+from operators.episodes.turn_requests import request_rows
+from operators.episodes.words import Beginnings, PlainWords
 from operators.episodes.worlds import Worlds, row_bytes
 from operators.generation import groups
 from operators.generation.groups import PromptGroup
@@ -61,18 +53,24 @@ class LiveEpisode:
 
     group: PromptGroup
     position: int
-    talk: Dialogue
+    talk: Talks
     columns: bytes
     """Of its prompt, for the function."""
     asked: Asked | None = None
     """The question that its function waits with."""
+    turn: tuple[int, int] = (0, 0)
+    """The conversation and the turn of the policy's in it that it waits for."""
     request: int | None = None
     """The turn that the generator draws for it."""
     error: str | None = None
     """What failed, where it is not the world."""
     failures: int = 0
     """Of the world."""
+    since: float = 0.0
+    """When its function began, or was last told something."""
     returned: Any = None
+    columns_of_turns: Mapping[str, Any] | None = None
+    """Once it has ended; see `Talks.columns`."""
 
     def encode(self, start: int, stop: int) -> bytes:
         """What its call is made with."""
@@ -113,10 +111,14 @@ class EpisodesRuntime(Runtime):
         """By object of a group, its episodes."""
         self._kept: dict[str, list[KeptTurn]] = {}
         """By source, turns that are not written down."""
-        self._told: list[tuple[LiveEpisode, int]] = []
-        """Episodes whose turn of this number was drawn, and that have not heard of it."""
+        self._told: list[tuple[LiveEpisode, tuple[int, int], str | None]] = []
+        """Episodes whose turn was drawn, and that have not heard of it: what it says, if anything."""
         self._begun: dict[str, list[int]] = {}
-        self._owed = self._turns = self._failed = self._numbered = self._played = 0
+        self._causes: Counter[str] = Counter()
+        """Rollouts that failed, by cause."""
+        self._world_s = 0.0
+        """That functions were at work, all together."""
+        self._owed = self._turns = self._retried = self._numbered = self._played = 0
 
     def room(self) -> int:
         """Prompts it would take now."""
@@ -177,10 +179,12 @@ class EpisodesRuntime(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Episodes that are live, those of them that wait for the policy, and those that have not begun; turns heard,
-        turns that were told again, and failures; how often a process was replaced."""
+        turns that were told again; failures by cause, and functions that were tried again after one; how often a
+        process was replaced; seconds of the functions, all together."""
         return {
             "active": len(self._live), "asking": len(self._asked), "waiting": len(self._waiting),
-            "turns": self._turns, "played": self._played, "failed": self._failed, "restarts": self._worlds.restarts,
+            "turns": self._turns, "played": self._played, "retried": self._retried, **status_of(self._causes),
+            "restarts": self._worlds.restarts, "world_s": self._world_s,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -191,7 +195,11 @@ class EpisodesRuntime(Runtime):
 
     def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, prompt: str) -> LiveEpisode:
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
-        return LiveEpisode(group, position, self._talk(key, group, prompt), row_bytes(read.slice(group.row, 1)))
+        talk = Talks(
+            key=key, max_turns=self._episode.max_turns, max_tokens=self._episode.max_tokens or UNBOUNDED,
+            begin=self._begins(group, prompt),
+        )  # fmt: skip
+        return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
 
     # What another way to converse does otherwise
 
@@ -199,26 +207,21 @@ class EpisodesRuntime(Runtime):
         """Tokens of prompts, or what is wrong with them."""
         return encode(self._tokenizer, prompts, chat=self._form is not None, context_tokens=UNBOUNDED)
 
-    def _talk(self, key: str, group: PromptGroup, prompt: str) -> Dialogue:
-        """An empty dialogue of a rollout."""
-        words: Words = self._plain
-        if self._form is not None and len(group.prompt):
-            words = ChatWords(self._form, prompt)
-        return Dialogue(
-            key=key, prompt=group.prompt, max_turns=self._episode.max_turns,
-            max_tokens=self._episode.max_tokens or UNBOUNDED, given=words.given,
-        )  # fmt: skip
+    def _begins(self, group: PromptGroup, prompt: str) -> Begin:
+        """What conversations of a rollout begin with."""
+        return Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt)
 
-    def _found(self, each: LiveEpisode, asked: Asked) -> TurnRequest | SaidTurn | None:
-        """What is to be drawn for a question, what was said there before, or None where the policy has no turn left.
-        Raises ChatError."""
-        question = TurnQuestion.of(asked.body)
-        each.talk.rewards = question.rewards
-        return each.talk.ask(asked.number, question.heard, question.most)
+    def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:
+        """What is asked."""
+        return TurnQuestion.of(asked.body)
 
-    def _say(self, asked: Asked, turn: SaidTurn | None) -> None:
-        """Answer a question. turn: what the policy said; None: it has no turn left."""
-        self._worlds.tell(asked, told(None if turn is None else turn.text))
+    def _request(self, asked: Asked, request: TurnRequest) -> TurnRequest:
+        """What the generator is asked for."""
+        return request
+
+    def _say(self, each: LiveEpisode, asked: Asked, turn: tuple[int, int], text: str | None) -> None:
+        """Answer a question. turn: the conversation, and the turn in it. text: None: the policy has none left."""
+        self._worlds.tell(asked, told(text))
 
     # Rollouts on their way
 
@@ -232,7 +235,7 @@ class EpisodesRuntime(Runtime):
             return
         for position, turns in files.find(group.group_id, self._mark(group)).items():
             if position < len(episodes):
-                episodes[position].talk.turns = turns
+                episodes[position].talk.recall(turns)
 
     def _await(self, each: LiveEpisode) -> None:
         source, self._numbered = each.group.source, self._numbered + 1
@@ -245,6 +248,7 @@ class EpisodesRuntime(Runtime):
         while self._waiting and self._worlds.open_calls < self._at_once:
             *_, each = heapq.heappop(self._waiting)
             self._of_source[each.group.source] -= 1
+            each.since = self._context.clock()
             self._live[self._worlds.submit(1, each.encode)] = each
             began = True
         return began
@@ -252,15 +256,23 @@ class EpisodesRuntime(Runtime):
     def _ask(self, asked: Asked) -> None:
         """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
         each = self._live[asked.job]
+        self._worked(each)
+        question = self._question(each, asked)
+        turn = question.conversation, len(question.rewards[question.conversation])
         try:
-            found = self._found(each, asked)
+            found = each.talk.ask(
+                question.heard, question.most, rewards=question.rewards, rewritten=question.rewritten,
+                conversation=question.conversation, origin=question.origin,
+            )  # fmt: skip
         except ChatError as error:
             each.error, found = str(error), None
+        if not each.talk.is_drawing(each.turn[0]):
+            self._withdraw(each)
         if not isinstance(found, TurnRequest):
             self._played += found is not None
-            self._say(asked, found)
+            self._say(each, asked, turn, found)
             return
-        each.asked = asked
+        each.asked, each.turn, found = asked, turn, self._request(asked, found)
         if each.request != found.number:
             self._withdraw(each)
             each.request = found.number
@@ -278,19 +290,18 @@ class EpisodesRuntime(Runtime):
             if each is None:
                 continue
             self._withdraw(each)
-            group, at = each.group, len(each.talk.turns)
-            self._told.append((each, at))
+            group, talk = each.group, each.talk
             if error is not None:
                 each.error = error
-                continue
-            turn = each.talk.answer(tokens, text, reason, temperature)
-            if turn is None:
+            kept = None if error is not None else talk.answer(each.turn[0], tokens, text, reason, temperature)
+            self._told.append((each, each.turn, None if kept is None else kept.turn.text))
+            if kept is None:
                 continue
             self._turns += 1
             if group.source in self._files and not group.batch.records.column(ROUND_SIZE)[group.row].as_py():
-                kept = KeptTurn(group.group_id, each.position, at, self._mark(group), turn)
-                self._kept.setdefault(group.source, []).append(kept)
-            if at == 0:
+                made = KeptTurn(group.group_id, each.position, self._mark(group), kept)
+                self._kept.setdefault(group.source, []).append(made)
+            if sum(map(len, talk.rewards)) == 0:
                 self._begun.setdefault(group.source, []).append(group.group_id)
 
     def _tell(self) -> bool:
@@ -298,12 +309,17 @@ class EpisodesRuntime(Runtime):
         for source, kept in self._kept.items():
             self._files[source].append(kept)
         drawn, self._kept, self._told = self._told, {}, []
-        for each, number in drawn:
-            if each.asked is not None and each.asked.number == number:
-                turns = each.talk.turns
-                is_over = each.error is not None or number == len(turns)
-                self._say(each.asked, None if is_over else turns[number])
+        for each, turn, text in drawn:
+            if each.asked is not None and each.turn == turn:
+                each.since = self._context.clock()
+                self._say(each, each.asked, turn, text)
         return bool(drawn)
+
+    def _worked(self, each: LiveEpisode) -> None:
+        """Its function has asked for something, or returned: it was at work until now."""
+        now = self._context.clock()
+        self._world_s += now - each.since
+        each.since = now
 
     def _withdraw(self, each: LiveEpisode) -> None:
         """It waits for the generator no more."""
@@ -314,25 +330,29 @@ class EpisodesRuntime(Runtime):
     def _end(self, answer: Answer) -> None:
         """A function has returned, or failed."""
         each = self._live.pop(answer.job)
+        self._worked(each)
         each.failures += bool(answer.failures)
         if answer.failures and each.error is None and each.failures < self._episode.tries:
+            self._retried += 1
             each.asked = None
             self._await(each)
             return
         self._withdraw(each)
         talk, group = each.talk, each.group
-        tail: Sequence[str] = ()
+        tail: Sequence[Sequence[str]] = ()
         error = each.error or next((f"{self._name}: {text}" for text in answer.failures.values()), None)
         reason = STOPPED
         if error is not None:
             reason = BROKEN
-            self._failed += 1
+            self._causes[RolloutFailure.read(error).cause] += 1
         else:
             outcome = Outcome.of(answer.body)
-            talk.rewards, each.returned, tail = outcome.rewards, outcome.returned, outcome.heard
+            each.returned, tail = outcome.returned, outcome.heard
+            talk.end(outcome.rewards)
             reason = TOO_LONG if outcome.is_over else STOPPED
+        tokens, each.columns_of_turns = talk.columns()
         group.rows[each.position] = EndedRollout(
-            tokens=talk.tokens(), start=len(talk.prompt), reason=reason, text=talk.text(tail), error=error
+            tokens=tokens, start=len(talk.talks[0].prompt), reason=reason, text=talk.text(tail), error=error
         )
         group.left -= 1
         if not group.left:
@@ -345,7 +365,9 @@ class EpisodesRuntime(Runtime):
                 self._context.ledger.advance(source, sorted(set(ids)), "generating")
         requests, complete = self._requests, self._complete
         self._requests, self._complete, self._begun = [], [], {}
-        made = [Batch(self._name, _request_rows(requests))] if requests else []
+        made = (
+            [Batch(self._name, request_rows([(each.group, request) for each, request in requests]))] if requests else []
+        )
         for source in dict.fromkeys(group.source for group in complete):
             of_source = [group for group in complete if group.source == source]
             made.append(Batch(source, self._rollouts(of_source)))
@@ -362,33 +384,10 @@ class EpisodesRuntime(Runtime):
         temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
         at = batch.schema.get_field_index(TEMPERATURE)
         batch = batch.set_column(at, batch.schema.field(at), temperatures)
-        none: AnyArray = np.zeros(0)
-        has_turns = [bool(len(tokens)) for tokens in batch.column(TOKENS)]
-        pairs = list(zip(episodes, has_turns, strict=True))
-        turns = [each.talk.turn_numbers() if has else none for each, has in pairs]
-        rewards = [each.talk.turn_rewards() if has else none for each, has in pairs]
-        batch = batch.append_column(TURN, pa.array(turns, EPISODE_COLUMNS[TURN]))
-        batch = batch.append_column(TURN_REWARD, pa.array(rewards, EPISODE_COLUMNS[TURN_REWARD]))
+        laid = [each.columns_of_turns or each.talk.columns()[1] for each in episodes]
+        for name, kind in EPISODE_COLUMNS.items():
+            batch = batch.append_column(name, pa.array([columns[name] for columns in laid], kind))
         output = self._episode.signature.output
         if output is None:
             return batch
         return batch.append_column(self._name, pa.array([each.returned for each in episodes], output))
-
-
-def _request_rows(requests: Sequence[tuple[LiveEpisode, TurnRequest]]) -> pa.RecordBatch:
-    """In the columns of `TURN_REQUEST`."""
-    asking = [each.group for each, _ in requests]
-    wanted = [request for _, request in requests]
-    columns = {
-        GROUP_ID: [request.number for request in wanted],
-        OF_SOURCE: [group.source for group in asking],
-        OF_GROUP: [group.group_id for group in asking],
-        MIN_VERSION: [group.min_version for group in asking],
-        SEED: [request.seed for request in wanted],
-        MOST_TOKENS: [request.most for request in wanted],
-        TEMPERATURE: [request.temperature for request in wanted],
-        STOP: [request.stop or None for request in wanted],
-        TOKENS: [request.tokens for request in wanted],
-    }
-    arrays = [pa.array(columns[name], kind) for name, kind in TURN_REQUEST.items()]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema(TURN_REQUEST))

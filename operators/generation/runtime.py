@@ -101,9 +101,8 @@ class GeneratorRuntime(Runtime):
         if not self._awake:
             self._weights.hear()
             return self._out() if self._complete else None
-        since = 0
+        since, worked = 0, False
         many = enough(self._declaration.slots, self._declaration.group_size)
-        worked = False
         for _ in range(self._declaration.segment_tokens):
             self._listen()
             if not self._weights.ready:
@@ -217,9 +216,7 @@ class GeneratorRuntime(Runtime):
         if self._weights.version < 0:
             return []
         starts: list[PromptStart] = []
-        tokens = 0
-        left = self.engine.spare_pages
-        dropped = self._dropped()
+        tokens, left, dropped = 0, self.engine.spare_pages, self._dropped()
 
         def prepare(group: PromptGroup) -> None:
             if self._partial is not None and group.mark is None:

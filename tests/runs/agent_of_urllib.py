@@ -64,6 +64,10 @@ def main() -> None:
             print("no number")
         case "rewrites":
             post("/chat/completions", {"messages": [{"role": "user", "content": "b2="}], "max_tokens": 4})
+            print(1)
+        case "again":
+            post("/chat/completions", {"messages": first, "max_tokens": 4})
+            print(1)
         case "parallel":
             more = [*first, {"role": "assistant", "content": said or ""}, {"role": "user", "content": "c="}]
             calls = [
@@ -74,6 +78,7 @@ def main() -> None:
                 call.start()
             for call in calls:
                 call.join()
+            print(1)
         case "strange":
             try:
                 post("/chat/completions", {"messages": first, "max_tokens": 4}, key="sk-of-nobody")

@@ -143,6 +143,23 @@ def test_a_program_whose_turns_are_used_up_is_over_and_its_failure_is_the_length
     ] * 2
 
 
+@pytest.mark.parametrize("does", ["rewrites", "parallel", "again"])
+def test_what_goes_on_from_no_call_before_is_a_training_row_of_its_own(does: str, chatty: Path) -> None:
+    """A conversation that was rewritten, two calls at once from one past, the same call again: each token is trained
+    once, and no call is refused."""
+    g = Graph("rows")
+    generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=4, slots=8)
+    tasks = [{"prompt": f"a{n}=", "answer": does} for n in range(3)]
+    several = agent(COMMAND, name="talker", columns=("answer",), returns=float, imports=SHARED, concurrency=6)
+    found = collect(several(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=6).to_pylist()
+    for row in found:
+        assert (row["error"], row["finish_reason"]) == (None, "stop"), row["error"]
+        mask, turns, parts = (np.array(row[name]) for name in ("mask", "turn", "training_row"))
+        said = {"rewrites": [[0], [1]], "parallel": [[0, 1], [2]], "again": [[0], [1]]}[does]
+        assert [sorted(set(turns[mask & (parts == part)])) for part in range(2)] == said
+        assert parts.max() == 1 and row["talker"] == 1.0
+
+
 # Programs that fail
 
 WRONG = {
@@ -152,8 +169,6 @@ WRONG = {
     "shouts": "unusable: it said more than 1024 KB",
     "mumbles": "unusable: the last line of its output returned 'no number'",
     "silent": "unusable: its program ended well and never called",
-    "rewrites": "unusable: its conversation was rewritten",
-    "parallel": "unusable: its program made two calls at once",
 }
 
 
@@ -164,8 +179,8 @@ def test_a_program_that_goes_wrong_is_an_error_of_its_rollouts_and_no_reward(cha
     unruly = agent(
         COMMAND, name="talker", columns=("answer",), returns=float, imports=SHARED, timeout_s=2.0, concurrency=6
     )
-    found = collect(unruly(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=18).to_pylist()
-    assert len(found) == 18
+    found = collect(unruly(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=14).to_pylist()
+    assert len(found) == 14
     for row in found:
         if row["answer"] == "strange":
             assert (row["error"], row["talker"]) == (None, 401.0), "the key of nobody opens nothing"
