@@ -36,6 +36,7 @@ from dataflow.system.processes import machine
 from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.following import TrackersOfRun
 from dataflow.worker.host import Settings
+from dataflow.worker.kept_counts import EdgeSums, total
 from dataflow.worker.swapped import swapped
 
 
@@ -113,19 +114,22 @@ class Times:
         """Write how far it is, now and then."""
         if time.monotonic() - self._looked > TIMES_S:
             self._looked = time.monotonic()
-            self.write("not finished", watch.seconds, watch.busy_seconds, flush=False)
+            self.write("not finished", watch.seconds, watch.busy_seconds, watch.crossed, flush=False)
         if time.monotonic() - self._noted > activity_every(watch.seconds):
             self._noted = time.monotonic()
-            self._folder.note_activity(watch.seconds, watch.activity)
+            self._folder.note_activity(watch.seconds, watch.activity, watch.crossed)
 
-    def write(self, outcome: str, seconds: float, busy_seconds: Mapping[str, float], *, flush: bool = True) -> None:
-        """Seconds and, by node, seconds at work, of this part."""
+    def write(
+        self, outcome: str, seconds: float, busy_seconds: Mapping[str, float], crossed: EdgeSums, *, flush: bool = True
+    ) -> None:
+        """Seconds, by node seconds at work, and by data edge what has crossed it, of this part."""
         before = self._begun
         busy = {
             node: before.busy_seconds.get(node, 0.0) + busy_seconds.get(node, 0.0)
             for node in {**before.busy_seconds, **busy_seconds}
         }
-        found = {"outcome": outcome, "seconds": before.seconds + seconds, "busy_seconds": busy}
+        edges = total([{"before": before.edges}, {"now": crossed}])
+        found = {"outcome": outcome, "seconds": before.seconds + seconds, "busy_seconds": busy, "edges": edges}
         self._folder.write_json("times.json", found, flush=flush)
 
 
@@ -161,7 +165,8 @@ def execute(run: RunSpec) -> TrainingResult:
             _inline(run, watch, times, notices, following)
             if run.in_one_process else _processes(run, watch, times, clock, notices, following)
         )  # fmt: skip
-        times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
+        said = "stopped" if outcome.stopped else "finished"
+        times.write(said, outcome.seconds, outcome.busy_seconds, watch.crossed)
         marks = [(epoch.step, epoch.mark) for epoch in read_epochs(folder)]
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
         merge(folder)
@@ -209,6 +214,7 @@ def _processes(
     finally:
         scheduler.close()
         folder.extras.remove(folder.path / socket_folder.CONTROL)
+    watch.count(scheduler.heartbeats)
     return _outcome(watch, scheduler.table.run)
 
 
