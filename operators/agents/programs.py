@@ -32,6 +32,7 @@ from operators.serving.errors import ApiError
 from operators.serving.work import News, Work
 
 NEVER = "its program ended well and never called the endpoint; found no turn; let it call OPENAI_BASE_URL"
+FULL = "what its program sent fills the context, so that the policy has said nothing; let it send less"
 _DEATHS = 3
 _OVER = ApiError(400, "the policy has no turn left in this rollout; end the program", code="rollout_over")
 
@@ -288,7 +289,9 @@ class Programs:
             if program.status < 0:
                 return f"{DIED}: its program ended by signal {-program.status}{last}"
             return f"{RAISED}: its program ended with status {program.status}{last}"
-        return None if session.asked else f"{UNUSABLE}: {NEVER}"
+        if not session.turns:
+            return f"{UNUSABLE}: {FULL if session.is_over else NEVER}"
+        return None
 
     def _returned(self, last: str) -> Any:
         """The column's value in the last line of the output."""
