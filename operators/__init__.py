@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from operators.agents.declaration import Endpoint, agent
     from operators.demonstrations import Demonstrations
     from operators.episodes.declaration import episode
+    from operators.episodes.tool_use import tool_use
     from operators.evaluate import Evaluate
     from operators.forward import Logprobs, RewardModel, Values
     from operators.generator import Generator
@@ -25,11 +26,13 @@ __all__ = [
     "Values",
     "agent",
     "episode",
+    "tool_use",
 ]
 
 _MODULES = {
     "Endpoint": "agents.declaration", "Logprobs": "forward", "RewardModel": "forward", "Values": "forward",
     "agent": "agents.declaration", "episode": "episodes.declaration",
+    "tool_use": "episodes.tool_use",
 }  # fmt: skip
 """Where a name stands, unless in a module of its own."""
 

@@ -78,7 +78,7 @@ class AgentsRuntime(EpisodesRuntime):
             return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
         self._programs = Programs(agent, self._turns_in_run, self._endpoint.root, self._endpoint.forget, decode)
-        super().__init__(agent, context, self._programs)
+        super().__init__(agent, context, lambda box: self._programs)
 
     def close(self) -> None:
         """End the programs and the endpoint; what was said stays on the disk."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, overload
 
 from dataflow.errors import GraphError
@@ -13,6 +14,7 @@ from dataflow.node import Generate, Operator
 from dataflow.runtime import Context, Runtime
 from dataflow.stream import Rollout, Stream
 from operators.chat.conversation import Past
+from operators.chat.text_calls import TextCalls
 from operators.episodes.knobs import FunctionKnobs
 
 
@@ -58,7 +60,7 @@ class Episode(FunctionKnobs):
         from operators.episodes.runtime import EpisodesRuntime
         from operators.episodes.worlds import worlds_of
 
-        return EpisodesRuntime(self, context, worlds_of(self))
+        return EpisodesRuntime(self, context, partial(worlds_of, self))
 
 
 @overload
@@ -77,6 +79,10 @@ def episode(
     concurrency: int = 512,
     processes: int = 1,
     isolate: bool = True,
+    tools: Sequence[Any] = (),
+    calls: TextCalls | None = None,
+    call_s: float = 10.0,
+    call_characters: int = 8192,
     past: Past = "sampled",
 ) -> Callable[[Callable[..., Any]], Episode]: ...
 

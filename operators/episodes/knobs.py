@@ -14,8 +14,11 @@ from dataflow.errors import GraphError
 from dataflow.node import Generate, Operator, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.scoring.signature import where_defined
+from operators.chat.chat_format import ChatFormat
 from operators.chat.conversation import Past
+from operators.chat.text_calls import TextCalls
 from operators.episodes.signature import EpisodeSignature, read_episode
+from operators.tools.toolbox import GRACE_S, Toolbox, tool_faults
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -135,6 +138,10 @@ class EpisodeKnobs(Generate):
             found.append(f"{head} has no generator; apply it as {self.name}(generator, g.source(...))")
         return found
 
+    def toolbox(self, form: ChatFormat | None) -> Toolbox | None:
+        """Its tools, made ready in the worker; None where it has none. Raises GraphError; WorldFailed."""
+        return None
+
     def whole(self) -> Mapping[str, Any]:
         """More knobs that are whole numbers of 1 or more."""
         return {}
@@ -151,11 +158,20 @@ class FunctionKnobs(EpisodeKnobs):
     isolate: bool = True
     """Whether it runs in killable processes; False: inside the worker, where a call that blocks counts as a worker that
     is stuck."""
+    tools: tuple[Any, ...] = ()
+    """What the policy may call: functions with type hints and a docstring, toolsets (`operators.tools`)."""
+    calls: TextCalls | None = None
+    """How it writes calls, and hears results; None: as the chat template has them."""
+    call_s: float = 10.0
+    """Most seconds of a call: the policy is told of one that takes longer."""
+    call_characters: int = 8192
+    """Most that it hears of one call; the rest is left out."""
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Knobs set where it was applied."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "signature", read_episode(self.function))
+        object.__setattr__(self, "tools", tuple(self.tools))
         if not self.name:
             object.__setattr__(self, "name", self.function.__name__)
         super().__post_init__()
@@ -195,15 +211,38 @@ class FunctionKnobs(EpisodeKnobs):
 
     def knobs(self) -> dict[str, Any]:
         """The function's knobs set at the application, and its own that differ from their defaults."""
-        return {**self.given, **{k: v for k, v in super().knobs().items() if k not in ("function", "generator")}}
+        own = {k: v for k, v in super().knobs().items() if k not in ("function", "generator")}
+        if self.tools:
+            own["tools"] = [getattr(tool, "__name__", repr(tool)) for tool in self.tools]
+        return {**self.given, **own}
+
+    def toolbox(self, form: ChatFormat | None) -> Toolbox | None:
+        """Its tools, made ready in the worker; None where it has none. Raises GraphError; WorldFailed."""
+        if not self.tools:
+            return None
+        return Toolbox(
+            self.tools, calls=self.calls, form=form, timeout_s=self.call_s, characters=self.call_characters,
+            turn_s=self.timeout_s,
+        )  # fmt: skip
 
     def whole(self) -> Mapping[str, Any]:
-        """Processes, too."""
-        return {"processes": self.processes}
+        """Processes, and what it hears of a call."""
+        return {"processes": self.processes, "call_characters": self.call_characters}
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
         found, head = super().faults(), f"episode '{self.name}' ({self.where})"
+        if (
+            isinstance(self.call_s, bool)
+            or self.call_s <= 0
+            or (self.tools and self.timeout_s <= self.call_s + GRACE_S)
+        ):
+            found.append(
+                f"{head} has call_s={self.call_s!r} and timeout_s={self.timeout_s!r}; give a call seconds above 0, and "
+                f"the world {GRACE_S:g} s more at least"
+            )
+        tools = tool_faults(self.tools, self.calls, is_chat=self.generator is None or bool(self.generator.traits.chat))
+        found += [f"{head}: {fault}" for fault in tools]
         if not self.isolate and self.processes > 1:
             found.append(f"{head} has processes={self.processes} but isolate=False; leave isolate=True")
         return found

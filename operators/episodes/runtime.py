@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,12 @@ from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.failure import RolloutFailure, status_of
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
-from operators.chat.chat_format import ChatError, ChatFormat
+from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
 from operators.episodes.dialogue import TurnRequest
+from operators.episodes.heard import Heard
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
 from operators.episodes.talks import Begin, Talks
@@ -42,6 +43,7 @@ from operators.generation import groups
 from operators.generation.groups import PromptGroup
 from operators.generation.tokenize import encode
 from operators.models.loading import load_tokenizer
+from operators.tools.toolbox import Toolbox
 
 UNBOUNDED = 1 << 30
 """Tokens that no conversation comes to: the generator knows the context's end."""
@@ -86,15 +88,18 @@ class EpisodesRuntime(Runtime):
     unblocked by: what they ask or return, or the limits of time and memory; answers
     """
 
-    def __init__(self, episode: EpisodeKnobs, context: Context, worlds: Worlds) -> None:
-        """Load the tokenizer of the generator's model. worlds: run what converses; closed with this."""
+    def __init__(self, episode: EpisodeKnobs, context: Context, worlds: Callable[[Toolbox | None], Worlds]) -> None:
+        """Load the tokenizer of the generator's model. worlds: makes what runs those that converse, given tools."""
         self._episode, self._context, self._name = episode, context, context.node
         assert episode.generator is not None and episode.generator.uses is not None, "the graph was checked"
         self._tokenizer = load_tokenizer(episode.generator.uses)
         self._masks = SAMPLING_MASK in episode.provides({})
         self._form = ChatFormat(self._tokenizer) if episode.traits.chat else None
         self._plain = PlainWords(self._tokenizer)
-        self._worlds = worlds
+        box = episode.toolbox(self._form)
+        self._told_tools: Sequence[Message] = () if box is None else box.in_template
+        """Definitions that the chat template lays out."""
+        self._worlds = worlds(box)
         self._at_once = episode.at_once
         self._files = turn_files_of(context)
         self._waiting: list[tuple[bool, int, int, int, LiveEpisode]] = []
@@ -201,15 +206,15 @@ class EpisodesRuntime(Runtime):
         )  # fmt: skip
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
 
-    # What another way to converse does otherwise
-
     def _encoded(self, prompts: Sequence[str]) -> list[AnyArray | str]:
         """Tokens of prompts, or what is wrong with them."""
-        return encode(self._tokenizer, prompts, chat=self._form is not None, context_tokens=UNBOUNDED)
+        return encode(
+            self._tokenizer, prompts, chat=self._form is not None, context_tokens=UNBOUNDED, tools=self._told_tools
+        )
 
     def _begins(self, group: PromptGroup, prompt: str) -> Begin:
         """What conversations of a rollout begin with."""
-        return Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt)
+        return Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt, self._told_tools)
 
     def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:
         """What is asked."""
@@ -222,8 +227,6 @@ class EpisodesRuntime(Runtime):
     def _say(self, each: LiveEpisode, asked: Asked, turn: tuple[int, int], text: str | None) -> None:
         """Answer a question. turn: the conversation, and the turn in it. text: None: the policy has none left."""
         self._worlds.tell(asked, told(text))
-
-    # Rollouts on their way
 
     def _mark(self, group: PromptGroup) -> int:
         return mark_of_prompt(f"{self._context.seed}/{group.source}/{group.group_id}", group.prompt)
@@ -293,6 +296,8 @@ class EpisodesRuntime(Runtime):
             group, talk = each.group, each.talk
             if error is not None:
                 each.error = error
+            if self._form is not None and self._told_tools:
+                text = self._form.spoken(tokens.ids.tolist())
             kept = None if error is not None else talk.answer(each.turn[0], tokens, text, reason, temperature)
             self._told.append((each, each.turn, None if kept is None else kept.turn.text))
             if kept is None:
@@ -339,7 +344,7 @@ class EpisodesRuntime(Runtime):
             return
         self._withdraw(each)
         talk, group = each.talk, each.group
-        tail: Sequence[Sequence[str]] = ()
+        tail: Sequence[Sequence[Heard]] = ()
         error = each.error or next((f"{self._name}: {text}" for text in answer.failures.values()), None)
         reason = STOPPED
         if error is not None:
