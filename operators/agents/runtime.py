@@ -21,6 +21,7 @@ from operators.agents.run_service import EndpointThread, RunService
 from operators.agents.turns_in_run import TurnsInRun
 from operators.episodes.chat import TurnQuestion
 from operators.episodes.dialogue import Context, SaidTurn, TurnRequest
+from operators.episodes.heard import Heard
 from operators.episodes.runtime import UNBOUNDED, EpisodesRuntime, LiveEpisode
 from operators.episodes.talks import Begin
 from operators.generation.groups import PromptGroup
@@ -48,7 +49,7 @@ class WholePrompts:
         return np.zeros(0, np.int32), self._context
 
     def _context(
-        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None
+        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[Heard], rewritten: str | None
     ) -> AnyArray:
         return self.prompt
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -82,25 +83,26 @@ def rollouts(result: Result) -> pa.Table:
     return pa.concat_tables([files.read(step) for step in range(1, result.steps + 1)])
 
 
-def programs() -> list[int]:
-    """Processes that programs of this test are, or that start them."""
+def programs(mark: str) -> list[int]:
+    """Processes that inherited this mark, but for this one and its forks that are workers."""
     found = []
     for process in psutil.process_iter():
         try:
             words = " ".join(process.cmdline())
+            is_ours = process.environ().get("AGENT_RUN_TEST") == mark
         except psutil.Error:
             continue
-        if ("program_host.py" in words or SCRIPT.name in words or "sleep 987" in words) and not words.startswith("ps"):
+        if is_ours and ("program_host.py" in words or SCRIPT.name in words or "sleep 987" in words):
             found.append(process.pid)
     return found
 
 
 @pytest.fixture(autouse=True)
-def no_program_is_left() -> Any:
-    before = set(programs())
+def no_program_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("AGENT_RUN_TEST", mark)
     yield
-    left = set(programs()) - before
-    assert not left, "all programs end with their run"
+    assert not programs(mark), "all programs end with their run"
 
 
 def nothing_is_left(result: Result) -> None:
