@@ -57,7 +57,8 @@ class Journal:
         context = self.context
         with context.span("record"):
             if context.folder is not None:
-                rows = [group.records if computed is None else computed.beside(group.records) for group in trained]
+                rows = [group.records for group in trained]
+                rows = rows if computed is None else computed.beside(rows)
                 context.folder.rollouts_of(context.own_folder).write(step, rows)
             if context.ledger is not None:
                 context.ledger.commit_step(
