@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from operators.agents.declaration import Endpoint, agent
     from operators.demonstrations import Demonstrations
     from operators.episodes.declaration import episode
     from operators.episodes.tool_use import tool_use
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Demonstrations",
+    "Endpoint",
     "Evaluate",
     "Generator",
     "Logprobs",
@@ -22,12 +24,14 @@ __all__ = [
     "RewardModel",
     "Trainer",
     "Values",
+    "agent",
     "episode",
     "tool_use",
 ]
 
 _MODULES = {
-    "Logprobs": "forward", "RewardModel": "forward", "Values": "forward", "episode": "episodes.declaration",
+    "Endpoint": "agents.declaration", "Logprobs": "forward", "RewardModel": "forward", "Values": "forward",
+    "agent": "agents.declaration", "episode": "episodes.declaration",
     "tool_use": "episodes.tool_use",
 }  # fmt: skip
 """Where a name stands, unless in a module of its own."""

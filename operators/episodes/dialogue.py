@@ -58,6 +58,8 @@ class TurnRequest:
     most: int
     temperature: float | None
     """At which the turns before were sampled, and this one is to be, whatever the generator's is now."""
+    stop: tuple[str, ...] = ()
+    """Strings at which it ends; none: the generator's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

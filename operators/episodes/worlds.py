@@ -16,7 +16,7 @@ from dataflow.scoring.process import Asked, Encode
 from dataflow.scoring.return_values import checker, describe
 from dataflow.scoring.values import row_arguments
 from operators.episodes.chat import Chats, EpisodeOver
-from operators.episodes.knobs import EpisodeKnobs
+from operators.episodes.knobs import FunctionKnobs
 from operators.tools.hands import ToolHands
 from operators.tools.toolbox import Toolbox
 
@@ -163,7 +163,7 @@ class _AskHere:
                 self._limit.reschedule(asyncio.get_running_loop().time() + self._worlds.timeout_s)
 
 
-def worlds_of(episode: EpisodeKnobs, box: Toolbox | None = None) -> Worlds:
+def worlds_of(episode: FunctionKnobs, box: Toolbox | None = None) -> Worlds:
     """A pool, whose server is forked here, or this process. box: the episode's tools."""
     settings = PoolSettings(
         prepare=partial(_prepare, episode, box),
@@ -187,7 +187,7 @@ def row_bytes(row: pa.RecordBatch) -> bytes:
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
-def _prepare(episode: EpisodeKnobs, box: Toolbox | None, payload: bytes) -> Call:
+def _prepare(episode: FunctionKnobs, box: Toolbox | None, payload: bytes) -> Call:
     """The function that runs an episode of this row."""
     row = pa.ipc.open_stream(pa.py_buffer(payload)).read_next_batch()
     annotations = episode.signature.annotations

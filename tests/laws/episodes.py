@@ -131,6 +131,27 @@ EPISODES = (
         "that its clock stands still",
     ),
     Law(
+        "nothing is left of a program that has ended",
+        "test_nothing_is_left_of_a_program_that_has_ended",
+        "operators.agents.program_host:ProgramHost._reap",
+        without("_end_strays"),
+        "the search for what it left behind",
+    ),
+    Law(
+        "what a program was answered is trained to the id",
+        "test_what_a_program_was_answered_is_trained_to_the_id",
+        "operators.agents.programs:_tell",
+        expression("turn.tokens[1:]", "turn", "tokens"),
+        "a token of the answer",
+    ),
+    Law(
+        "a program that goes wrong is an error of its rollouts and no reward",
+        "test_a_program_that_goes_wrong_is_an_error_of_its_rollouts_and_no_reward",
+        "operators.agents.programs:Programs._failed",
+        never("status", "is_over"),
+        "the exit status",
+    ),
+    Law(
         "turns have room for all rollouts in flight",
         "test_turns_travel_on_two_edges_of_their_own_with_room_for_all_rollouts_in_flight",
         "dataflow.planning.wiring:_turns",
