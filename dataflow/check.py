@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dataflow.annotations import arrow_type
+import pyarrow as pa
+
+from dataflow.annotations import arrow_type, unites
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import group_faults
 from dataflow.node import Generate, Learn, Operator, Source, Weights
@@ -122,6 +124,22 @@ def filtered_evaluation(graph: Structure) -> Iterator[str]:
             )
 
 
+def unlike_rounds(graph: Structure) -> Iterator[str]:
+    """A round is one table, whatever sources its rows come from."""
+    for name, operator in graph.operators.items():
+        seen: dict[str, tuple[str, pa.DataType]] = {}
+        for call in graph.calls if operator.traits.every_steps else ():
+            columns = call.inputs[0].columns if call.operator is operator else {}
+            for column, kind in columns.items():
+                source, other = seen.setdefault(column, (call.output.source, kind))
+                if not unites(kind, other):
+                    yield (
+                        f"'{name}' evaluates rows of several sources as one table, but column '{column}' is {other} in "
+                        f"those of '{source}' and {kind} in those of '{call.output.source}'; convert one of the two, "
+                        f'or give each an evaluation of its own: Evaluate(..., name="...")'
+                    )
+
+
 def lonely_groups(graph: Structure) -> Iterator[str]:
     """A rule that compares siblings needs some; a filter may look at a single rollout."""
     for call in graph.calls:
@@ -233,7 +251,7 @@ def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None
 
 _REASONS = (
     empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_sources,
-    evaluated_and_trained, filtered_evaluation, lonely_groups, too_little_in_flight, untrained_reader,
+    evaluated_and_trained, filtered_evaluation, unlike_rounds, lonely_groups, too_little_in_flight, untrained_reader,
     unlike_temperatures, unlike_layouts, too_few_prompts, too_large_groups,
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from dataflow.folder.finished import File
 from dataflow.folder.rollout_files import arrow_schema, stream_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
-from dataflow.records import DROP_REASON, VERSIONS, group_slices
+from dataflow.records import DROP_REASON, OF_SOURCE, VERSIONS, group_slices
 from dataflow.runs.which import TRAINED, Part, check_trainer, fates_of, leaders_of, trainers_of
 from dataflow.staleness import staleness_at
 from dataflow.system.files import RunFolderError
@@ -57,7 +57,7 @@ def rollout_schema(parts: Iterable[Part], columns: Collection[str] | None = None
 
 def with_added(fields: Iterable[pa.Field], columns: Collection[str] | None = None) -> pa.Schema:
     """The columns that are added here, then these."""
-    own = [field for field in fields if field.name not in ADDED]
+    own = [field for field in fields if field.name not in (*ADDED, OF_SOURCE)]
     added = [pa.field(name, kind) for name, kind in ADDED.items() if columns is None or name in columns]
     if all(field.name != DROP_REASON for field in own) and (columns is None or DROP_REASON in columns):
         own.append(pa.field(DROP_REASON, pa.string()))
@@ -71,7 +71,7 @@ def rollout_batches(
 
     schema: as `rollout_schema` has it. columns: only these. Errors: RunFolderError for a damaged file."""
     schema = schema or rollout_schema(parts, columns)
-    wanted = None if columns is None else {*columns, VERSIONS}
+    wanted = None if columns is None else {*columns, VERSIONS, OF_SOURCE}
     for part in parts:
         try:
             for batch in stream_arrow(part.path, wanted):
@@ -86,7 +86,8 @@ def _facts(part: Part, batch: pa.RecordBatch) -> dict[str, Any]:
     ages: Any = None
     if part.outcome == TRAINED and VERSIONS in batch.schema.names:
         ages = staleness_at(part.step, batch.column(VERSIONS))
-    return {OUTCOME: part.outcome, NODE: part.node or None, SOURCE: part.source, STEP: part.step, STALENESS: ages}
+    source = batch.column(OF_SOURCE) if OF_SOURCE in batch.schema.names else part.source
+    return {OUTCOME: part.outcome, NODE: part.node or None, SOURCE: source, STEP: part.step, STALENESS: ages}
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema, facts: Mapping[str, Any]) -> pa.RecordBatch:

@@ -267,6 +267,13 @@ def judge_that_reads_chats_as_text() -> None:
     graph.check()
 
 
+def evaluating_columns_of_unlike_types() -> None:
+    graph, generator, evaluation = Graph("test"), FakeGenerator(model=POLICY.frozen()), FakeEvaluate()
+    for name, kind in (("easy", str), ("hard", int)):
+        evaluation(generator(graph.source(FakePrompts(name=name, columns={"answer": kind}))))
+    graph.check()
+
+
 def reference_without_feedback() -> None:
     with_forward(Logprobs(POLICY))
 
@@ -465,6 +472,10 @@ REFUSED: dict[Callable[[], None], str] = {
     unlike_temperatures: r"'generator' samples at temperature 1.0 but 'trainer' .* at 0.5.*same temperature",
     unlike_temperature_of_a_reference: r"at temperature 1.0 but 'ref_logprobs' computes .* at 0.5.*same temperature",
     judge_that_reads_chats_as_text: r"'generator' lays prompts out as chat.*'score' would read.*give 'score' chat=True",
+    evaluating_columns_of_unlike_types: (
+        r"'eval' evaluates rows of several sources as one table, but column 'answer' is string in those of 'easy' and "
+        r"int64 in those of 'hard'; convert"
+    ),
     reference_without_feedback: r"'trainer' trains 'policy' but 'ref_logprobs' would never see.*or give it a frozen",
     judge_that_is_not_frozen: r"'score' reads 'judge', which is not frozen\(\).*none of \['trainer'\] trains; give",
     judge_with_a_language_head: r"'score' needs a model with head 'score', but 'policy' has head 'lm'; give it",
