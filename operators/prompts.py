@@ -102,8 +102,8 @@ class Prompts(Source):
 
     @property
     def traits(self) -> Traits:
-        """How often it issues its rows, for how many rollouts each."""
-        return Traits(epochs=self.epochs, group_size=self.group_size)
+        """How often it issues its rows, for how many rollouts each, and whether they are chats."""
+        return Traits(epochs=self.epochs, group_size=self.group_size, chat=self.chat)
 
     def extra_columns(self) -> Columns:
         """The asked-for columns, typed as stated, else as in the first rows, else as text."""
