@@ -13,6 +13,7 @@ import pyarrow as pa
 from dataflow.node import Generate, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.scoring.signature import where_defined
+from operators.chat.template_trial import delimiter_fault
 from operators.episodes.signature import EpisodeSignature, read_episode
 
 
@@ -64,6 +65,11 @@ class EpisodeKnobs(Generate):
     def asks(self) -> Generate | None:
         """Its generator."""
         return self.generator
+
+    def missing(self) -> str | None:
+        """A chat template between whose delimiters the world can speak, where its generator lays out chats."""
+        model = None if self.generator is None or not self.traits.chat else self.generator.uses
+        return super().missing() or (None if model is None else delimiter_fault(model))
 
     @property
     def rollouts_per_prompt(self) -> int:
