@@ -61,10 +61,8 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         if counts:
             rows.append((name, clean(counts), ""))
     if known(summary.efficiency) is not None:
-        busiest = f"busiest stage: {clean(summary.busiest)}" if summary.busiest else ""
-        rows.append(("efficiency", score(summary.efficiency), busiest))
-    elif summary.busiest:
-        rows.append(("busiest", clean(summary.busiest), ""))
+        bound = f"bounded by {clean(summary.bounded_by)}" if summary.bounded_by else ""
+        rows.append(("efficiency", score(summary.efficiency), bound))
     if known(summary.staleness_mean) is not None or known(summary.staleness_max) is not None:
         mean, most = age(summary.staleness_mean, glyphs.dash), age(summary.staleness_max, glyphs.dash)
         rows.append(("staleness", f"{mean} mean, {most} max", ""))

@@ -107,9 +107,9 @@ class Summary:
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     efficiency: float | None = None
-    """Busy seconds of the busiest stage by wall seconds."""
-    busiest: str = ""
-    """Name of that stage."""
+    """Share of the time in which what bounds the run was at work."""
+    bounded_by: str = ""
+    """The node that bounds it."""
     staleness_mean: float | None = None
     staleness_max: float | None = None
     foreseen: tuple[str, ...] = ()

@@ -31,6 +31,7 @@ from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place
 from dataflow.planning.placement import Placement
 from dataflow.planning.plan import Plan, plan
+from dataflow.scorer import Scorer
 from dataflow.structure import Structure, group_size, sources_of
 
 T = TypeVar("T", bound=Operator)
@@ -61,6 +62,8 @@ class Operation:
     """Rollouts that a generator decodes at once, on all its devices, at most."""
     waits: bool = False
     """Whether it waits for something elsewhere, and computes nothing meanwhile."""
+    worker: str = ""
+    """Which it shares with others; empty: its processes are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +108,12 @@ class Foreseen:
 
     @property
     def efficiency(self) -> float:
-        """Share of a step in which the busiest is at work, of those that compute, as a run's summary has it."""
-        return min(1.0, max(each.seconds for each in self.operations if not each.waits) / self.step_s)
+        """Share of a step in which what bounds it is at work, as a run's summary has it: operators that one worker has
+        are at work one after the other."""
+        workers: dict[str, float] = {}
+        for each in self.operations:
+            workers[each.worker or each.node] = workers.get(each.worker or each.node, 0.0) + each.seconds
+        return min(1.0, max(workers.values()) / self.step_s)
 
     def idle(self, operation: Operation) -> float:
         """Share of a step in which it waits."""
@@ -190,8 +197,10 @@ def _by_simulation(made: Foreseen, ground: Foreground, steps: int | None, failur
     found = simulate(scenario_of(ground, steps=max(3, looked_at), failures=failures))
     shares = {ground.generator.name: "generator", ground.trainer.name: "trainer"}
     operations = tuple(
-        replace(each, seconds=found.busy[shares.get(each.node, each.node)] * found.step_s) for each in made.operations
-    )
+        each if each.waits  # as many of its calls are open in the mean as its closed form has
+        else replace(each, seconds=found.busy[shares.get(each.node, each.node)] * found.step_s)
+        for each in made.operations
+    )  # fmt: skip
     low, high = np.percentile(found.steps_s, [10, 90])
     return replace(
         made, operations=operations, step_s=found.step_s, spread_s=(float(low), float(high)),
@@ -273,6 +282,7 @@ def _closed(ground: Foreground) -> list[Operation]:
             found.append(Operation(
                 node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need_bytes=None, room_bytes=None,
                 seconds=rollouts * timed[each.name] / each.traits.calls_at_once, waits=each.traits.calls_at_once > 1,
+                worker="" if isinstance(each, Scorer) and each.isolate else ground.made.placements[each.name].worker,
             ))  # fmt: skip
     return found
 

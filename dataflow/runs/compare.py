@@ -108,7 +108,7 @@ _ROWS: Sequence[tuple[str, Callable[[Figures], Any]]] = (
     ("rollouts per second", lambda of: of.rollouts_per_s), ("tokens trained per second", lambda of: of.tokens_per_s),
     ("accuracy", lambda of: of.accuracy), ("reward", lambda of: of.reward), ("loss", lambda of: of.loss),
     ("staleness, mean", lambda of: of.staleness_mean), ("staleness, most", lambda of: of.staleness_max),
-    ("efficiency", lambda of: of.efficiency), ("busiest node", lambda of: of.busiest),
+    ("efficiency", lambda of: of.efficiency), ("bounded by", lambda of: of.bounded_by),
     ("groups dropped", lambda of: of.dropped), ("faults", lambda of: of.faults), ("restarts", lambda of: of.restarts),
 )  # fmt: skip
 

@@ -61,6 +61,7 @@ class TrainingResult:
     stopped: bool
     """Whether the user ended it early."""
     busy_seconds: Mapping[str, float]
+    beside_seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,20 +114,24 @@ class Times:
         """Write how far it is, now and then."""
         if time.monotonic() - self._looked > TIMES_S:
             self._looked = time.monotonic()
-            self.write("not finished", watch.seconds, watch.busy_seconds, flush=False)
+            self.write("not finished", watch, flush=False)
         if time.monotonic() - self._noted > activity_every(watch.seconds):
             self._noted = time.monotonic()
             self._folder.note_activity(watch.seconds, watch.activity)
 
-    def write(self, outcome: str, seconds: float, busy_seconds: Mapping[str, float], *, flush: bool = True) -> None:
-        """Seconds and, by node, seconds at work, of this part."""
+    def write(self, outcome: str, part: "ProgressWatch | TrainingResult", *, flush: bool = True) -> None:
+        """Seconds and, by node, seconds at work, of this part and of those before it."""
         before = self._begun
-        busy = {
-            node: before.busy_seconds.get(node, 0.0) + busy_seconds.get(node, 0.0)
-            for node in {**before.busy_seconds, **busy_seconds}
-        }
-        found = {"outcome": outcome, "seconds": before.seconds + seconds, "busy_seconds": busy}
+        found = {
+            "outcome": outcome, "seconds": before.seconds + part.seconds,
+            "busy_seconds": _added(before.busy_seconds, part.busy_seconds),
+            "beside_seconds": _added(before.beside_seconds, part.beside_seconds),
+        }  # fmt: skip
         self._folder.write_json("times.json", found, flush=flush)
+
+
+def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    return {node: left.get(node, 0.0) + right.get(node, 0.0) for node in {**left, **right}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +166,7 @@ def execute(run: RunSpec) -> TrainingResult:
             _inline(run, watch, times, notices, following)
             if run.in_one_process else _processes(run, watch, times, clock, notices, following)
         )  # fmt: skip
-        times.write("stopped" if outcome.stopped else "finished", outcome.seconds, outcome.busy_seconds)
+        times.write("stopped" if outcome.stopped else "finished", outcome)
         marks = [(epoch.step, epoch.mark) for epoch in read_epochs(folder)]
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
         merge(folder)
@@ -268,8 +273,9 @@ def _inline(
 
 def _outcome(watch: ProgressWatch, state: RunStateMachine) -> TrainingResult:
     return TrainingResult(
-        seconds=watch.seconds, steps=state.step, stopped=state.draining, busy_seconds=watch.busy_seconds
-    )
+        seconds=watch.seconds, steps=state.step, stopped=state.draining, busy_seconds=watch.busy_seconds,
+        beside_seconds=watch.beside_seconds,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

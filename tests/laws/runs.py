@@ -247,6 +247,20 @@ SCHEDULER = (
         "the changes in the snapshot",
     ),
     Law(
+        "a worker that was starting when a knob was set hears of it when it is ready",
+        "test_a_worker_that_starts_again_begins_with_the_values_in_force_and_hears_of_later_ones",
+        "dataflow.scheduler.reducer:_received",
+        without("knob_policy", "tell"),
+        "the word to whoever is ready",
+    ),
+    Law(
+        "what was set of an operator is no knob of the one that takes its place",
+        "test_a_worker_goes_by_what_was_set_of_the_operators_that_it_has",
+        "dataflow.worker:ChangedGraph.in_place",
+        returned("tuple(self.changes)", "of_operators"),
+        "the look at whose knob it was",
+    ),
+    Law(
         "each rollout is trained at the temperature that it was sampled at",
         "test_each_rollout_is_trained_at_the_temperature_that_it_was_sampled_at",
         "operators.training:Learner.micro",
