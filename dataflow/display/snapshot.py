@@ -118,7 +118,7 @@ class Summary:
     """How often a worker was started again."""
     faults: tuple[str, ...] = ()
     """What fell, how it went on, and what was done again."""
-    epochs: tuple[tuple[str, str], ...] = ()
+    changes: tuple[tuple[str, str], ...] = ()
     """What was changed on the way, in order: swapped or set, and what."""
     hosts: str = ""
     """Which node was planned where, in a run over hosts."""

@@ -10,7 +10,7 @@ from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.logs import Trouble, last_errors
 from dataflow.doctor.verdict import MOVES_S, verdict
 from dataflow.doctor.waiting import seconds, trouble, waits
-from dataflow.folder.epochs import read_epochs
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system import stacks
@@ -53,7 +53,7 @@ def ailments(folder: RunFolder) -> list[list[str]]:
     return [
         _section("last errors of the logs", errors or ["  none"]),
         _section("workers that ended and were started again", shown),
-        _section("what was changed while it went on", [f"  {e.verb} {e}" for e in read_epochs(folder)[-_FAULTS:]]),
+        _section("what was changed while it went on", [f"  {e.verb} {e}" for e in read_live_changes(folder)[-_FAULTS:]]),
     ]
 
 

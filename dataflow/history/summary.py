@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from dataflow.display import Summary
 from dataflow.display.silence import silence
 from dataflow.folder.copies.parts import CONFIG, Copies
-from dataflow.folder.epochs import read_epochs
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.faults import describe_faults, read_faults, restarts
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.retention import not_kept
@@ -52,7 +52,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
         foreseen=_foreseen(folder.foreseen, steps, efficiency),
         restarts=restarts(folder.path), faults=tuple(describe_faults(read_faults(folder.path))),
-        epochs=tuple((epoch.verb, str(epoch)) for epoch in read_epochs(folder)),
+        changes=tuple((change.verb, str(change)) for change in read_live_changes(folder)),
         hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
         verdict=verdict, is_clean=is_clean, folder=str(path),
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),

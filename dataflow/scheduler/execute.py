@@ -15,7 +15,7 @@ from dataflow.draw import reward_curve_svg
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.disks.bringing import Bringing
-from dataflow.folder.epochs import read_epochs
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
@@ -167,7 +167,7 @@ def execute(run: RunSpec) -> TrainingResult:
             if run.in_one_process else _processes(run, watch, times, clock, notices, following)
         )  # fmt: skip
         times.write("stopped" if outcome.stopped else "finished", outcome)
-        marks = [(epoch.step, epoch.mark) for epoch in read_epochs(folder)]
+        marks = [(change.step, change.mark) for change in read_live_changes(folder)]
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
         merge(folder)
     finally:

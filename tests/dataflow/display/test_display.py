@@ -68,7 +68,7 @@ SNAPSHOT = Snapshot(
 SUMMARY = Summary(
     faults=tuple(f"generator-{number} died (SIGKILL): not back" for number in range(7)),
     foreseen=("0.4 s a step, came 0.42 (+5%)", "0.95 efficiency, came 0.93"),
-    epochs=(("swapped", "reward = rewards:strict after step 9"), ("swapped", "reward = rewards:mild after step 20")),
+    changes=(("swapped", "reward = rewards:strict after step 9"), ("swapped", "reward = rewards:mild after step 20")),
     graph="sorting",
     steps=300,
     wall_s=171,
@@ -375,7 +375,7 @@ SNAPSHOTS = odd(
 )
 SUMMARIES = odd(
     Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
-    epochs=st.lists(st.tuples(st.just("set"), ODD_TEXT), max_size=3).map(tuple),
+    changes=st.lists(st.tuples(st.just("set"), ODD_TEXT), max_size=3).map(tuple),
     foreseen=st.lists(ODD_TEXT, max_size=3).map(tuple),
     commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),
 )  # fmt: skip
