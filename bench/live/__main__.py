@@ -24,7 +24,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,14 +33,10 @@ import psutil
 from rich.console import Console
 
 from bench.report import Report
-from dataflow.run import run
-from graphs.sorting import build
+from bench.windows import carried, carry, interval, steps_since
 
 CASES: Mapping[str, int | None] = {"no page": None, "one page": 1, "ten pages": 10, "never reads": 0}
 """Pages of each."""
-ENDLESS = 1_000_000
-WARM_STEPS = 20
-START_S = 120.0
 SETTLE_S = 0.7
 """After each change, which belongs to no window."""
 
@@ -58,17 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--carry", type=Path, help="internal: be the run, in this folder")
     options = parser.parse_args(arguments)
     if options.carry is not None:
-        run(build(policy=str(options.policy), eval_every=ENDLESS), steps=ENDLESS, runs=options.carry, quiet=True)
+        carry(options.carry, options.policy)
         return 0
     known = options.json is not None and options.json.is_file()
     windows: list[dict[str, Any]] = json.loads(options.json.read_text()) if known else []
     if options.minutes > 0:
-        with tempfile.TemporaryDirectory() as temporary, served(Path(temporary), options.policy) as (runs, server, url):
+        with served(options.policy) as (metrics, server, url):
             rounds = 1 + max((window["round"] for window in windows), default=-1)
             over = time.monotonic() + options.minutes * 60 - len(CASES) * (options.window + SETTLE_S)
             while time.monotonic() < over:
                 for case in random.Random(rounds).sample(list(CASES), len(CASES)):
-                    windows.append({"round": rounds, "case": case, **measured(case, options.window, runs, server, url)})
+                    windows.append({"round": rounds, "case": case, **measured(case, options.window, metrics, server, url)})
                 rounds += 1
                 if options.json is not None:
                     options.json.write_text(json.dumps(windows, indent=0))
@@ -77,34 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def served(temporary: Path, policy: Path | None) -> Iterator[tuple[Path, psutil.Process, str]]:
-    """A run and its page's server: the folder of the run's figures, the server's process, the page's address."""
-    policy = policy or temporary / "policy"
-    build(policy=str(policy))
-    command = [sys.executable, "-m", "bench.live", "--carry", str(temporary / "runs"), "--policy", str(policy)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:
-        try:
-            deadline = time.monotonic() + START_S
-            metrics = temporary / "runs" / "latest" / "metrics.jsonl"
-            while not metrics.is_file() or len(metrics.read_bytes().splitlines()) < WARM_STEPS:
-                if running.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the run made no {WARM_STEPS} steps within {START_S:.0f} s")
-                time.sleep(0.2)
-            live = [sys.executable, "-m", "dataflow", "live", str(metrics.parent)]
-            with subprocess.Popen(live, stdout=subprocess.PIPE, text=True) as server:
-                assert server.stdout is not None
-                try:
-                    server.stdout.readline()
-                    yield metrics, psutil.Process(server.pid), server.stdout.readline().strip()
-                finally:
-                    server.send_signal(signal.SIGCONT)
-                    server.terminate()
-        finally:
-            running.send_signal(signal.SIGINT)
+def served(policy: Path | None) -> Iterator[tuple[Path, psutil.Process, str]]:
+    """A run and its page's server: the file of the run's figures, the server's process, the page's address."""
+    with carried("bench.live", policy) as metrics:
+        live = [sys.executable, "-m", "dataflow", "live", str(metrics.parent)]
+        with subprocess.Popen(live, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
             try:
-                running.wait(60)
-            except subprocess.TimeoutExpired:
-                running.kill()
+                server.stdout.readline()
+                yield metrics, psutil.Process(server.pid), server.stdout.readline().strip()
+            finally:
+                server.send_signal(signal.SIGCONT)
+                server.terminate()
 
 
 def measured(case: str, seconds: float, metrics: Path, server: psutil.Process, url: str) -> dict[str, Any]:
@@ -121,7 +100,7 @@ def measured(case: str, seconds: float, metrics: Path, server: psutil.Process, u
     size, spent, began = metrics.stat().st_size, _cpu(server), time.monotonic()
     time.sleep(seconds)
     took, passed = _cpu(server) - spent, time.monotonic() - began
-    rate, steps = _steps(metrics, size)
+    rate, steps = steps_since(metrics, size)
     if clients is not None:
         told = json.loads(clients.communicate(timeout=60)[0])
     return {
@@ -134,16 +113,6 @@ def measured(case: str, seconds: float, metrics: Path, server: psutil.Process, u
 def _cpu(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def _steps(metrics: Path, begin: int) -> tuple[float, int]:
-    """Steps per second of the lines from a place on, and how many."""
-    with metrics.open("rb") as file:
-        file.seek(begin)
-        lines = [json.loads(line) for line in file.read().splitlines(keepends=True) if line.endswith(b"}\n")]
-    ends = [(line["step"], line["seconds"]) for line in lines if "loss" in line]
-    (first, then), (last, now) = ends[0], ends[-1]
-    return (last - first) / (now - then), len(ends)
 
 
 def tell(windows: Sequence[Mapping[str, Any]]) -> None:
@@ -167,21 +136,6 @@ def tell(windows: Sequence[Mapping[str, Any]]) -> None:
             answers=sum(each["answers"] for each in mine), unanswered=sum(each["failed"] for each in mine),
         )  # fmt: skip
     report.show(Console(width=max(130, Console().width)))
-
-
-QUANTILES = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 20: 2.086,
-             30: 2.042, 60: 2.0, 120: 1.98}  # fmt: skip
-"""97.5% of Student's t, by degrees of freedom; between two the wider."""
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of some values, and between which two numbers it lies with 95%."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, -math.inf, math.inf
-    quantile = QUANTILES[max(freedom for freedom in QUANTILES if freedom <= len(values) - 1)]
-    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import state_clock
 from bench.live import __main__ as cost
 from bench.live import scale
 from bench.live.clients import PageClient
@@ -27,6 +28,28 @@ def test_what_all_rounds_say_is_told_of_whole_rounds_alone(capsys: pytest.Captur
     cost.tell(windows)
     told = capsys.readouterr().out
     assert "2 rounds" in told and "ten pages" in told and "99" not in told
+
+
+def test_the_clock_s_cost_is_told_of_whole_rounds_with_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"with the clock": 1.98, "without": 2.0}
+    windows = [
+        {"steps_per_s": rate, "counted": 0.5, "round": at, "case": case}
+        for at in range(3) for case, rate in rates.items()
+    ]  # fmt: skip
+    windows.append({"steps_per_s": 99.0, "counted": 0.5, "round": 3, "case": "without"})
+    state_clock.tell(windows)
+    told = capsys.readouterr().out
+    assert "3 rounds" in told and "0.99" in told and "0.9900 to 0.9900" in told and "99.0" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_while_its_nodes_clocks_are_taken_away_and_given_back(tmp_path: Path) -> None:
+    out = tmp_path / "windows.json"
+    assert state_clock.main(["--json", str(out), "--minutes", "0.15", "--window", "3"]) == 0
+    found = {window["case"]: window for window in json.loads(out.read_text())}
+    assert found["with the clock"]["counted"] > 0.1 and found["without"]["counted"] == 0
+    assert all(window["steps"] > 1 for window in found.values())
 
 
 def test_a_page_without_a_browser_asks_for_what_the_scripts_ask(tmp_path: Path) -> None:
