@@ -33,7 +33,7 @@ def main() -> int:
 
     with (
         tempfile.TemporaryDirectory() as temporary,
-        served(Path(temporary), options.policy) as (metrics, _, url),
+        served(options.policy) as (metrics, _, url),
         browser(Path(temporary) / "browser") as page,
     ):
         page.look_like(WIDTH, HEIGHT)

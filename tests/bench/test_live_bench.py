@@ -11,13 +11,14 @@ from bench.live import __main__ as cost
 from bench.live import scale
 from bench.live.clients import PageClient
 from bench.live.large import write
+from bench.windows import interval
 
 
 def test_an_interval_holds_the_mean_and_narrows_with_more_rounds() -> None:
-    mean, low, high = cost.interval([0.01, -0.01, 0.02])
+    mean, low, high = interval([0.01, -0.01, 0.02])
     assert low < mean < high and mean == pytest.approx(0.02 / 3)
-    assert cost.interval([0.01])[1:] == (-math.inf, math.inf)
-    wide, narrow = cost.interval([0.0, 0.1] * 3), cost.interval([0.0, 0.1] * 30)
+    assert interval([0.01])[1:] == (-math.inf, math.inf)
+    wide, narrow = interval([0.0, 0.1] * 3), interval([0.0, 0.1] * 30)
     assert narrow[2] - narrow[1] < (wide[2] - wide[1]) / 2
 
 

@@ -247,6 +247,20 @@ SCHEDULER = (
         "the changes in the snapshot",
     ),
     Law(
+        "groups of two sources are verified apart, though they have the same numbers",
+        "test_groups_of_two_sources_with_the_same_numbers_are_each_whole",
+        "dataflow.history.verify.digest:_sources",
+        always("OF_SOURCE"),
+        "the look at the rows' sources",
+    ),
+    Law(
+        "a run is as efficient as what bounds it was at work, with all that one worker has",
+        "test_a_run_is_as_efficient_as_what_bounds_it_was_at_work",
+        "dataflow.history.bottleneck:bounded",
+        assigned("workers", "{name: name for name in order}"),
+        "which worker has which nodes",
+    ),
+    Law(
         "a worker that was starting when a knob was set hears of it when it is ready",
         "test_a_worker_that_starts_again_begins_with_the_values_in_force_and_hears_of_later_ones",
         "dataflow.scheduler.reducer:_received",
