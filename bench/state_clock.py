@@ -6,9 +6,9 @@ waiting and starved seconds. Signals switch it in all workers.
 
 steps_per_s of a window: steps over the seconds from its first to its last, as metrics.jsonl has them. ratio: those with
 the clock over those without it in the same round; the median over all rounds, and an interval that holds the mean with
-95% (Student's t, on logarithms). counted: share of a window in which the trainer was at work, by its clock: 0 without it.
-FILE keeps all windows: a further call goes on with it, so that the measurement can be made in short pieces, each with
-the machine for itself.
+95% (Student's t, on logarithms). counted: share of a window in which the trainer was at work, by its clock: 0 without
+it. FILE keeps all windows: a further call goes on with it, so that the measurement can be made in short pieces, each
+with the machine for itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Windows of a run that goes on: each under another condition, in rounds, so that what else the machine does meets all."""
+"""Windows of a run that goes on, each under another condition, in rounds: what else the machine does meets all."""
 
 from __future__ import annotations
 

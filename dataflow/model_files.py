@@ -78,8 +78,8 @@ def start_fault(model: Model) -> str | None:
 
 
 def template_fault(model: Model) -> str | None:
-    """Why prompts cannot be laid out as chat messages, in three parts: the folder's tokenizer has no template; None where
-    it has one, or where that cannot be told from files of this machine."""
+    """Why prompts cannot be laid out as chat messages, in three parts: the folder's tokenizer has no template; None
+    where it has one, or where that cannot be told from files of this machine."""
     folder = Path(model.source)
     if not (folder / _TOKENIZER_CONFIG).is_file() or any((folder / name).exists() for name in _TEMPLATES):
         return None

@@ -30,8 +30,8 @@ class Traits:
     temperature: float | None = None
     """At which it samples, or computes log-probabilities; None: it does neither."""
     chat: bool | None = None
-    """Of a source, whether its prompts are chat messages; of others, whether they take prompts for such and lay them out.
-    None: not known, or it reads no prompts as text."""
+    """Of a source, whether its prompts are chat messages; of others, whether they take prompts for such and lay them
+    out. None: not known, or it reads no prompts as text."""
     compares_siblings: bool = False
     """Whether it needs groups of two rollouts or more."""
 

@@ -95,7 +95,7 @@ class Result:
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """By node, over the training phase."""
     efficiency: float = 0.0
-    """Share of them in which what bounds the run was at work; 1: nothing but it limits the run (`history.bottleneck`)."""
+    """Share of them in which what bounds the run was at work; 1: nothing else limits it (`history.bottleneck`)."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -225,8 +225,8 @@ class EvaluateRuntime(Runtime):
 
 
 def round_table(rows: Mapping[str, Sequence[pa.RecordBatch]]) -> pa.Table:
-    """The rows of a round, source by source. Of several sources each row names its own in `of_source`, as each counts its
-    groups for itself; a column that a source lacks is null in its rows."""
+    """The rows of a round, source by source. Of several sources each row names its own in `of_source`, as each counts
+    its groups for itself; a column that a source lacks is null in its rows."""
     tables = {source: pa.Table.from_batches(batches) for source, batches in rows.items()}
     if len(tables) == 1:
         return next(iter(tables.values()))

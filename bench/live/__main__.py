@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             over = time.monotonic() + options.minutes * 60 - len(CASES) * (options.window + SETTLE_S)
             while time.monotonic() < over:
                 for case in random.Random(rounds).sample(list(CASES), len(CASES)):
-                    windows.append({"round": rounds, "case": case, **measured(case, options.window, metrics, server, url)})
+                    found = measured(case, options.window, metrics, server, url)
+                    windows.append({"round": rounds, "case": case, **found})
                 rounds += 1
                 if options.json is not None:
                     options.json.write_text(json.dumps(windows, indent=0))

@@ -110,10 +110,9 @@ class Foreseen:
     def efficiency(self) -> float:
         """Share of a step in which what bounds it is at work, as a run's summary has it: operators that one worker has
         are at work one after the other."""
-        workers: dict[str, float] = {}
-        for each in self.operations:
-            workers[each.worker or each.node] = workers.get(each.worker or each.node, 0.0) + each.seconds
-        return min(1.0, max(workers.values()) / self.step_s)
+        workers = {each.worker or each.node for each in self.operations}
+        most = max(sum(e.seconds for e in self.operations if name in (e.worker, e.node)) for name in workers)
+        return min(1.0, most / self.step_s)
 
     def idle(self, operation: Operation) -> float:
         """Share of a step in which it waits."""

@@ -132,7 +132,7 @@ def _digest(tables: list[pa.Table]) -> list[RolloutFile]:
 
 
 def _sources(table: pa.Table) -> tuple[AnyArray, AnyArray]:
-    """Of each row the number of its source, int64 [rows], and the sources' names; one, empty, where rows do not tell."""
+    """Of each row the number of its source, int64 [rows]; the sources' names: one, empty, where rows do not tell."""
     if records.OF_SOURCE not in table.column_names:
         return np.zeros(len(table), np.int64), np.array([""])
     coded = table.column(records.OF_SOURCE).combine_chunks().dictionary_encode()
