@@ -110,9 +110,10 @@ class Foreseen:
     def efficiency(self) -> float:
         """Share of a step in which what bounds it is at work, as a run's summary has it: operators that one worker has
         are at work one after the other."""
-        workers = {each.worker or each.node for each in self.operations}
-        most = max(sum(e.seconds for e in self.operations if name in (e.worker, e.node)) for name in workers)
-        return min(1.0, most / self.step_s)
+        busy: Counter[tuple[str, str]] = Counter()
+        for each in self.operations:
+            busy[each.worker, "" if each.worker else each.node] += each.seconds  # type: ignore[assignment]
+        return min(1.0, max(busy.values()) / self.step_s)
 
     def idle(self, operation: Operation) -> float:
         """Share of a step in which it waits."""
