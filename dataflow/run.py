@@ -394,5 +394,5 @@ def _describe_again(
     with Ledger.open(folder.ledger) as ledger:
         describe(folder, ledger, recorded.graph, config)
     folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))
-    Times(folder, begun).write("not finished", 0.0, {})
+    Times(folder, begun).write("not finished")
     folder.make_latest()

@@ -10,8 +10,8 @@ from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.logs import Trouble, last_errors
 from dataflow.doctor.verdict import MOVES_S, verdict
 from dataflow.doctor.waiting import seconds, trouble, waits
-from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.faults import FILE
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system import stacks
 from dataflow.system.optional_files import read_text

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.faults import FILE, describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.request_log import read_requests
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described

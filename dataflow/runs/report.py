@@ -9,9 +9,9 @@ from string import Template
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.folder.live_changes import LiveChange, read_live_changes
 from dataflow.folder.faults import describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.live_changes import LiveChange, read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.environment import KEY as ENVIRONMENT

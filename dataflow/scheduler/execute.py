@@ -15,8 +15,8 @@ from dataflow.draw import reward_curve_svg
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.disks.bringing import Bringing
-from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.ledger_service.client import LedgerClient
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
 from dataflow.folder.swaps import latest
@@ -119,13 +119,13 @@ class Times:
             self._noted = time.monotonic()
             self._folder.note_activity(watch.seconds, watch.activity)
 
-    def write(self, outcome: str, part: "ProgressWatch | TrainingResult", *, flush: bool = True) -> None:
-        """Seconds and, by node, seconds at work, of this part and of those before it."""
+    def write(self, outcome: str, part: ProgressWatch | TrainingResult | None = None, *, flush: bool = True) -> None:
+        """Seconds and, by node, seconds at work, of this part, if it has begun, and of those before it."""
         before = self._begun
         found = {
-            "outcome": outcome, "seconds": before.seconds + part.seconds,
-            "busy_seconds": _added(before.busy_seconds, part.busy_seconds),
-            "beside_seconds": _added(before.beside_seconds, part.beside_seconds),
+            "outcome": outcome, "seconds": before.seconds + (part.seconds if part else 0.0),
+            "busy_seconds": _added(before.busy_seconds, part.busy_seconds if part else {}),
+            "beside_seconds": _added(before.beside_seconds, part.beside_seconds if part else {}),
         }  # fmt: skip
         self._folder.write_json("times.json", found, flush=flush)
 

@@ -47,7 +47,7 @@ def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> i
 
 
 def tried(graph: Graph, plan: Plan, wanted: Swap) -> Swap:
-    """What is to be swapped in, with its text and knobs; it was built once. Errors: GraphError where it does not fit."""
+    """What is to be swapped in, with its text and knobs; it was built once. Errors: GraphError where it cannot be."""
     found = find(wanted)
     operator = fit(graph, found, load(found)).operators[found.node]
     facts: dict[str, Any] = context_facts(graph, plan, found.node)

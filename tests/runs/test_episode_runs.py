@@ -137,9 +137,7 @@ def test_what_the_world_says_in_a_chat_stands_between_the_templates_delimiters(p
     tokenizer.save_pretrained(chatty)
     g = Graph("chat")
     generator = Generator(Model(str(chatty)).frozen(), group_size=4, max_tokens=8, slots=16, chat=True)
-    asked = Prompts(
-        [{"prompt": f"hi {n}", "answer": "3"} for n in range(8)], columns=("answer",), epochs=1, chat=True
-    )
+    asked = Prompts([{"prompt": f"hi {n}", "answer": "3"} for n in range(8)], columns=("answer",), epochs=1, chat=True)
     found = collect(talk(generator, g.source(asked)), rows=32).to_pylist()
     ended = set()
     for row in found:

@@ -43,9 +43,9 @@ def planned(table: Table, wishes: Mapping[str, Any], by: str, at: float) -> tupl
             trainer=_trainer(graph, node, knob), asked=table.run.step, at=at, by=by, swap=swap.number if swap else 0,
         ))  # fmt: skip
     made = changed(graph, of_operators(found, ()))  # as a whole: what holds together may not hold one by one
-    for place, each in enumerate(found):
+    for index, each in enumerate(found):
         if not each.swap:
-            found[place] = replace(each, value=plain_value(settable_of(made, each.node)[each.knob].value))
+            found[index] = replace(each, value=plain_value(settable_of(made, each.node)[each.knob].value))
     for record in _scorers(table, found):
         if table.swaps.worker or record.life is not Life.READY:
             raise RunError(

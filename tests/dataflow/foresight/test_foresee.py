@@ -87,7 +87,7 @@ def test_what_bounds_a_step_is_what_one_worker_has_together_or_the_processes_tha
     room = read_devices("16xH100")
     longest_s = max(each.seconds for each in foresee(made, room, gpus=EIGHT_AND_EIGHT, simulated=False).operations)
     for light, pooled, bounds in ((0.7, 0.5, ("short", "plain")), (0.3, 1.5, ("judged",))):
-        row_s = {name: light * longest_s / 1024 for name in ("short", "plain")}
+        row_s = dict.fromkeys(("short", "plain"), light * longest_s / 1024)
         row_s["judged"] = pooled * longest_s * 16 / 1024
         for simulated in (True, False):
             found = foresee(
