@@ -264,7 +264,7 @@ SCHEDULER = (
         "a worker that was starting when a knob was set hears of it when it is ready",
         "test_a_worker_that_starts_again_begins_with_the_values_in_force_and_hears_of_later_ones",
         "dataflow.scheduler.reducer:_received",
-        without("knob_policy", "tell"),
+        expression("[]", "knob_policy", kind=ast.Call),
         "the word to whoever is ready",
     ),
     Law(

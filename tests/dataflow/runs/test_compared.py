@@ -118,4 +118,4 @@ def test_figures_are_of_the_steps_without_the_first_tenth_and_best_is_of_means()
     assert found.accuracy == Course(0.1, 0.4, 0.4)
     assert found.reward is not None and found.reward.best == pytest.approx(found.reward.last)
     assert found.loss is not None and found.loss.best == found.loss.last < found.loss.first
-    assert figures([], [], {}).step_s is None
+    assert figures([], [], {}, {}).step_s is None
