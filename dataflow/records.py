@@ -38,6 +38,10 @@ VALUES = "values"
 DROP_REASON = "drop_reason"
 TURN = "turn"
 TURN_REWARD = "turn_reward"
+TRAINING_ROW = "training_row"
+ROW_CONVERSATION = "row_conversation"
+ROW_ROLE = "row_role"
+ROW_BRANCH_TURN = "row_branch_turn"
 OF_SOURCE = "of_source"
 """Which source a row comes from, where rows of several stand in one table."""
 OF_GROUP = "of_group"
@@ -74,6 +78,10 @@ ROLLOUT_COLUMNS: Columns = {
 EPISODE_COLUMNS: Columns = {
     TURN: pa.list_(pa.int32()),  # by token, which of the policy's turns it is of; -1 where the mask is false
     TURN_REWARD: TOKEN_NUMBERS,  # at the last token of a turn, what the episode gave for it; 0 elsewhere
+    TRAINING_ROW: pa.list_(pa.int32()),  # by token, which of the rollout's sequences it is of: 0, 1, ... side by side
+    ROW_CONVERSATION: pa.list_(pa.int32()),  # by training row, which conversation of the episode's it is of
+    ROW_ROLE: pa.list_(pa.string()),  # by training row, whose: empty, or as the episode named the agent
+    ROW_BRANCH_TURN: pa.list_(pa.int32()),  # by training row, behind which turn its conversation branched off; -1: none
 }
 
 TURN_REQUEST: Columns = {

@@ -181,8 +181,8 @@ def make_rows(load: Load, vocabulary: int) -> Any:
             draw.integers(1, vocabulary, total).astype(np.int32), mask,
             np.where(mask, -np.log(vocabulary), 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32),
         ),
-        offsets=np.arange(count + 1) * load.tokens, groups_R=np.arange(count), rollout_ids_R=np.arange(count),
-        oldest_R=np.zeros(count, np.int64),
+        offsets=np.arange(count + 1) * load.tokens, cuts_S=np.zeros(total, bool), groups_R=np.arange(count),
+        rollout_ids_R=np.arange(count), oldest_R=np.zeros(count, np.int64),
         columns_R={"advantage": np.where(np.arange(count) % 2, 1.0, -1.0)},
         columns_S={},
     )  # fmt: skip

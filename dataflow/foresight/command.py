@@ -149,6 +149,7 @@ def _asked(devices: str, texts: Workload, constants: str) -> tuple[Devices, Work
         texts = replace(texts, seen=seen.lengths)
     if texts.prompt_tokens == PROMPT_TOKENS:
         texts = replace(texts, prompt_tokens=seen.prompt_tokens)
+    texts = replace(texts, turns={**seen.turns, **texts.turns}, world_s={**seen.world_s, **texts.world_s})
     known = calibrate([seen]) if constants == CONSTANTS[0] else read_constants(constants)
     return Devices(cpus=this_machine().cpus), texts, known
 

@@ -17,7 +17,7 @@ from dataflow.foresight.generation import GeneratorReplica, generate, prefill, s
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
-from dataflow.foresight.scenarios import Foreground, between, once_s, scenario_of
+from dataflow.foresight.scenarios import Foreground, between, episode_of, once_s, scenario_of
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
@@ -38,32 +38,6 @@ T = TypeVar("T", bound=Operator)
 
 SIMULATED_STEPS = 60
 """Where nobody says how many; of a longer run so many are looked at."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One operator's share of a step."""
-
-    node: str
-    devices: str
-    """For people: 8 x H100."""
-    cut: str
-    """How replicas and ranks share it out, for people."""
-    count: int
-    """Of its devices."""
-    seconds: float
-    """That it is at work for a step, each of its replicas in the mean."""
-    need_bytes: int | None
-    """Of memory, of one rank, at least."""
-    room_bytes: int | None
-    kinds: Mapping[str, int] = field(default_factory=dict)
-    """Its accelerators, by kind."""
-    at_once: float = 0.0
-    """Rollouts that a generator decodes at once, on all its devices, at most."""
-    waits: bool = False
-    """Whether it waits for something elsewhere, and computes nothing meanwhile."""
-    worker: str = ""
-    """Which it shares with others; empty: its processes are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +130,8 @@ def _ground(
     if trainer.uses is None or generator.uses is None:
         raise GraphError("what a step takes is told of a trainer and a generator with models; this graph has others")
     workload.check(graph)
-    lengths = workload.lengths(generator)
+    episode = episode_of(graph, workload)
+    lengths = workload.lengths(generator, round(workload.turns[episode.name]) if episode is not None else 1)
     _check_forms(graph)
     sources = dict.fromkeys(each.uses.source for each in graph.operators.values() if each.uses is not None)
     models = {source: counts_of(source) for source in sources}
@@ -185,7 +160,7 @@ def _ground(
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     return Foreground(
         graph=graph, made=made, generator=generator, trainer=trainer, models=models, kinds=kinds,
-        lengths=lengths,
+        lengths=lengths, episode=episode,
         workload=workload, constants=constants, group_size=max(filter(None, sizes), default=1),
         max_staleness=bound.max_staleness if bound is not None else 0,
         weights_s=_exchange(made, generator, models[generator.uses.source], kinds, constants),
@@ -214,6 +189,7 @@ def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
     busy = {each.node: each.seconds for each in made.operations}
     most, rollouts = ground.max_staleness, made.rollouts
     step_s = max(busy.values()) if most else sum(busy.values()) + ground.weights_s
+    step_s += 0.0 if most else (ground.turns - 1) * ground.world_s
     stale = 0.0
     if most:
         at_once = next(each.at_once for each in made.operations if each.node == ground.generator.name)
@@ -258,8 +234,13 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
         f"does not run; memory as without"
         for node, cut in workload.cuts.items()
     ]
+    if (episode := ground.episode) is not None:
+        found.append(
+            f"rollouts of '{episode.name}' in {ground.turns} turns of like length, between which the world takes "
+            f"{ground.world_s:g} s; what it says costs nothing"
+        )
     free = [
-        each.name for each in between(ground.graph, ground.generator, ground.trainer)
+        each.name for each in between(ground.graph, ground.maker, ground.trainer)
         if each.uses is None and each.name not in workload.row_s and each.name not in constants.row_s
     ]  # fmt: skip
     if free:
@@ -277,7 +258,7 @@ def _closed(ground: Foreground) -> list[Operation]:
     names = {each.node for each in found}
     timed = {**ground.constants.row_s, **ground.workload.row_s}
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
-    for each in between(ground.graph, ground.generator, ground.trainer):
+    for each in between(ground.graph, ground.maker, ground.trainer):
         if each.name not in names and timed.get(each.name, 0.0) > 0:
             found.append(Operation(
                 node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need_bytes=None, room_bytes=None,
@@ -391,7 +372,9 @@ def size_of(model: Counts) -> ModelSize:
 
 def only(graph: Structure, kind: type[T]) -> T:
     """The generator, or the trainer. GraphError where there is not one."""
-    found = [each for each in graph.operators.values() if isinstance(each, kind)]
+    found = [
+        each for each in graph.operators.values() if isinstance(each, kind) and getattr(each, "asks", None) is None
+    ]
     if len(found) != 1:
         raise GraphError(
             f"a graph with one generator and one trainer is foreseen for now, but this has {len(found)} "

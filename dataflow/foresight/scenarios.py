@@ -1,4 +1,4 @@
-"""A planned graph as the simulation takes it."""
+"""A planned graph as its costs are counted: by closed forms, operator by operator, and as the simulation takes it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,36 @@ from dataflow.foresight.simulation.scenario import (
 from dataflow.foresight.steps import ReplicaTimes, steps_of
 from dataflow.foresight.training import BACKWARD, Learners
 from dataflow.foresight.workload import CUTS, Workload
-from dataflow.node import Learn, Operator
+from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
-from dataflow.structure import Structure
+from dataflow.structure import Structure, episodes_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operator's share of a step."""
+
+    node: str
+    devices: str
+    """For people: 8 x H100."""
+    cut: str
+    """How replicas and ranks share it out, for people."""
+    count: int
+    """Of its devices."""
+    seconds: float
+    """That it is at work for a step, each of its replicas in the mean."""
+    need_bytes: int | None
+    """Of memory, of one rank, at least."""
+    room_bytes: int | None
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Its accelerators, by kind."""
+    at_once: float = 0.0
+    """Rollouts that a generator decodes at once, on all its devices, at most."""
+    waits: bool = False
+    """Whether it waits for something elsewhere, and computes nothing meanwhile."""
+    worker: str = ""
+    """Which it shares with others; empty: its processes are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +79,25 @@ class Foreground:
     max_staleness: int
     weights_s: float
     """Of a version, on its way."""
+    episode: Generate | None = None
+    """That makes rollouts of the generator's turns; None: the generator does."""
     measured: dict[tuple[DeviceKind, int, str], ReplicaTimes | None] = field(default_factory=dict)
     """What a generator's steps take, by devices, ranks and dtype; they know what was asked of them."""
+
+    @property
+    def maker(self) -> Operator:
+        """Who takes prompts, and makes rollouts of them."""
+        return self.episode or self.generator
+
+    @property
+    def turns(self) -> int:
+        """Of the policy in a rollout."""
+        return 1 if self.episode is None else round(self.workload.turns[self.episode.name])
+
+    @property
+    def world_s(self) -> float:
+        """Between two turns."""
+        return 0.0 if self.episode is None else self.workload.world_s.get(self.episode.name, 0.0)
 
     @property
     def on_cpu(self) -> bool:
@@ -156,18 +199,37 @@ def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = N
     shared = not made.placements[ground.generator.name].gpus
     replicas = [ground.replica(number) for number in range(ground.replicas)]
     costs = {each: _generator_costs(ground, each, shared=shared) for each in dict.fromkeys(replicas)}
-    into = next(edge for edge in edges(graph) if edge.consumer == ground.generator.name)
+    into = next(edge for edge in edges(graph) if edge.consumer == ground.maker.name)
     return coarse(Scenario(
         steps=steps, prompts_per_step=trainer.step_prompts, group_size=ground.group_size,
         max_staleness=ground.max_staleness, lengths=ground.lengths, prompt_tokens=ground.workload.prompt_tokens,
         generator=costs[replicas[0]], unlike=tuple(costs[each] for each in replicas) if len(costs) > 1 else (),
-        trainer=_trainer_costs(ground, shared=shared),
-        scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.generator, trainer)},
+        trainer=_trainer_costs(ground, shared=shared), turns=ground.turns, world_s=ground.world_s,
+        scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.maker, trainer)},
         replicas=ground.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
         prompts_without_outcome=into.most_rows, queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
         processors=Processors(cores=made.devices.cpus, alone=constants.alone) if shared else Processors(),
         failures=failures or Failures(), seed=seed,
     ))  # fmt: skip
+
+
+def episode_of(graph: Structure, workload: Workload) -> Generate | None:
+    """That of the graph. GraphError where there are several, or nobody says how many turns it has."""
+    episodes = episodes_of(graph)
+    if not episodes:
+        return None
+    name = episodes[0].name
+    if len(episodes) > 1:
+        raise GraphError(
+            f"a graph with one episode is foreseen for now, but this has {[each.name for each in episodes]}; "
+            f"foresee it with one of them"
+        )
+    if name not in workload.turns:
+        raise GraphError(
+            f"'{name}' is an episode, and nobody knows before a run how many turns it has and how long its world "
+            f"takes; give --workload {name}.turns=4,{name}.world=0.5, say, or --foresee with the folder of a run"
+        )
+    return episodes[0]
 
 
 def between(graph: Structure, generator: Operator, trainer: Operator) -> list[Operator]:

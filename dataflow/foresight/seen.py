@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dataflow.foresight.counts import Counts, counts_of
 from dataflow.foresight.lengths import Lengths
 from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
-from dataflow.records import MASK, TOKENS
+from dataflow.records import MASK, TOKENS, TURN
 from dataflow.structure import lines_of
 
 _STRETCHES = 6
@@ -76,8 +76,12 @@ class SeenRun:
     """By node."""
     steps: Sequence[Mapping[str, Any]]
     """The trainer's lines of metrics.jsonl, without the first ones."""
-    turns: Sequence[Sequence[str]] = ()
+    in_turn: Sequence[Sequence[str]] = ()
     """Nodes that took turns on devices."""
+    turns: Mapping[str, float] = field(default_factory=dict)
+    """Of the policy in a rollout, in the mean, by episode."""
+    world_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds between two turns, in the mean, by episode."""
 
     @property
     def step_s(self) -> float:
@@ -100,7 +104,7 @@ class SeenRun:
             if seconds:
                 busy[node] = sum(each.busy_s for each in found) / seconds
                 beside[node] = sum(each.beside_s for each in found) / seconds
-        bound = bounded(1.0, busy, beside, {"placed": self.placed, "turns": self.turns})
+        bound = bounded(1.0, busy, beside, {"placed": self.placed, "turns": self.in_turn})
         return bound.share if bound else 0.0
 
     @property
@@ -133,7 +137,7 @@ def look(path: Path) -> SeenRun:
     checkpoint = folder.latest_checkpoint(node=None)
     if checkpoint is None:
         raise GraphError(f"run '{path}' has no checkpoint left, whose config.json says what model it is; take another")
-    prompt, lengths = _texts(folder, [int(line["step"]) for line in counted])
+    prompt, lengths, turns = _texts(folder, [int(line["step"]) for line in counted])
     lines = _between(folder.read_activity(), trainer, int(counted[0]["step"]), int(counted[-1]["step"]))
     found = {node["name"]: _activity_spans(lines, node["name"]) for node in graph["nodes"]}
     if not found[generator]:
@@ -141,25 +145,42 @@ def look(path: Path) -> SeenRun:
             f"run '{path}' has no activity.jsonl with what its nodes did; it was made by an earlier version, or was "
             f"too short: take a run of some ten seconds"
         )
+    world_s = _worlds(lines)
     return SeenRun(
+        turns=dict.fromkeys(world_s, turns), world_s=world_s,
         path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
         max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
         prompts_per_step=int(counted[0]["groups"]), prompt_tokens=prompt, lengths=lengths, stretches=found,
-        steps=counted, turns=config.get("turns", ()),
+        steps=counted, in_turn=config.get("turns", ()),
     )  # fmt: skip
 
 
-def _texts(folder: RunFolder, steps: Sequence[int]) -> tuple[float, Lengths]:
-    """Mean tokens of a prompt; those of completions."""
+def _texts(folder: RunFolder, steps: Sequence[int]) -> tuple[float, Lengths, float]:
+    """Mean tokens of a prompt; those of completions; mean number of turns."""
     prompts: list[NDArray[Any]] = []
     completions: list[NDArray[Any]] = []
+    turns: list[int] = []
     for step in steps[:: max(1, len(steps) // _FILES)]:
         rows = folder.rollouts_of().read(step)
         whole = pc.list_value_length(rows.column(TOKENS)).to_numpy()
         drawn = np.array([sum(each) for each in rows.column(MASK).to_pylist()])
         prompts.append(whole - drawn)
         completions.append(drawn)
-    return float(np.concatenate(prompts).mean()), Lengths.of(np.maximum(1, np.concatenate(completions)))
+        if TURN in rows.column_names:
+            turns += [1 + max(each, default=0) for each in rows.column(TURN).to_pylist()]
+    said = float(np.mean(turns)) if turns else 1.0
+    return float(np.concatenate(prompts).mean()), Lengths.of(np.maximum(1, np.concatenate(completions))), said
+
+
+def _worlds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By episode, the seconds of its world for a turn."""
+    first, last = (lines[0]["nodes"], lines[-1]["nodes"]) if lines else ({}, {})
+    found = {}
+    for name, now in last.items():
+        turns = now.get("turns", 0) - first.get(name, {}).get("turns", 0)
+        if "world_s" in now and turns > 0:
+            found[name] = max(0.0, now["world_s"] - first.get(name, {}).get("world_s", 0.0)) / turns
+    return found
 
 
 def _between(lines: Sequence[Mapping[str, Any]], trainer: str, first: int, last: int) -> list[Mapping[str, Any]]:

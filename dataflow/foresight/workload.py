@@ -16,7 +16,7 @@ PROMPT_TOKENS, SIGMA = 200.0, 0.8
 _CUT = 0.25
 """Mean length of completions over the most that they may have, where nobody says."""
 _NAMES = {"mean": "mean_tokens", "prompt": "prompt_tokens", "sigma": "sigma", "computed": "computed"}
-_OF_NODE = {"seconds": "row_s", "drops": "drops"}
+_OF_NODE = {"seconds": "row_s", "drops": "drops", "turns": "turns", "world": "world_s"}
 CUTS = ("pipeline", "context", "expert")
 """Ways to cut a model over ranks that this engine does not run."""
 
@@ -39,14 +39,19 @@ class Workload:
     """Seconds of a row, by operator."""
     drops: Mapping[str, float] = field(default_factory=dict)
     """Share of groups that an operator gives up."""
+    turns: Mapping[str, float] = field(default_factory=dict)
+    """Of the policy in one rollout, by episode."""
+    world_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that the world takes between two turns, by episode."""
     cuts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By operator, over how many ranks its model is supposed to be cut, each of `CUTS`."""
 
-    def lengths(self, generator: Operator) -> Lengths:
-        """Of completions. GraphError where they cannot be."""
+    def lengths(self, generator: Operator, turns: int = 1) -> Lengths:
+        """Of completions, in so many turns together. GraphError where they cannot be."""
         longest, mean = generator.traits.max_tokens, self.mean_tokens
         if longest is None:
             raise GraphError(f"'{generator.name}' does not say how long completions may be; set its max_tokens")
+        longest *= turns
         if self.seen is not None:
             return Lengths.of(self.seen.tokens.clip(1, longest))
         mean = max(1.0, _CUT * longest) if mean is None else mean
@@ -59,10 +64,15 @@ class Workload:
 
     def check(self, graph: Structure) -> None:
         """GraphError for an operator that the graph does not have."""
-        for name in (*self.row_s, *self.drops, *self.cuts):
+        for name in (*self.row_s, *self.drops, *self.turns, *self.world_s, *self.cuts):
             if name not in graph.operators:
                 hint = nearest(name, graph.operators) or f"; it has {sorted(graph.operators)}"
                 raise GraphError(f"a workload tells of '{name}', which graph '{graph.name}' does not have{hint}")
+        for name in (*self.turns, *self.world_s):
+            if getattr(graph.operators[name], "asks", None) is None:
+                raise GraphError(
+                    f"a workload tells of turns of '{name}', which is no episode; say it of one, or leave it out"
+                )
         for name, cut in self.cuts.items():
             operator = graph.operators[name]
             allowed = CUTS if operator.trains else CUTS[:1] if isinstance(operator, Generate) else ()
@@ -75,8 +85,8 @@ class Workload:
 
 
 def read_workload(text: str) -> Workload:
-    """`mean=800,prompt=200,sigma=0.8,reward.seconds=0.05,reward.drops=0.3,trainer.pipeline=4`; tokens, seconds of a
-    row, share of groups, ranks.
+    """`mean=800,prompt=200,sigma=0.8,reward.seconds=0.05,reward.drops=0.3,guess.turns=4,guess.world=2,trainer.pipeline=4`;
+    tokens, seconds of a row, share of groups, turns of an episode, seconds between two of them, ranks.
 
     GraphError for what cannot be read.
 
@@ -103,7 +113,7 @@ def read_workload(text: str) -> Workload:
                 f"a workload to foresee with is {text!r}, which cannot be read at {part!r}; write it as mean=800,"
                 f"prompt={PROMPT_TOKENS:g},sigma={SIGMA:g},reward.seconds=0.05,reward.drops=0.3"
             ) from None
-        if not (name in CUTS) <= number < float("inf") or (name == "drops" and number >= 1):
-            least = "a share below 1" if name == "drops" else "1 or more" if name in CUTS else "0 or more"
+        if not (name in (*CUTS, "turns")) <= number < float("inf") or (name == "drops" and number >= 1):
+            least = "a share below 1" if name == "drops" else "1 or more" if name in (*CUTS, "turns") else "0 or more"
             raise GraphError(f"a workload to foresee with is {text!r}, but {part!r} cannot be; give {least}")
     return Workload(**found, **of_node, cuts=cuts)  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ from dataflow.planning.placement import Need, Placement, Spot, amount
 from dataflow.planning.placing import NodeNeeds, neighbours_of, placed, workers_of
 from dataflow.planning.ranks import check_replicas, ranks_of
 from dataflow.staleness import Bound, capacity
-from dataflow.structure import Structure, drawn_by, episodes_of, sinks_of, sources_of
+from dataflow.structure import Structure, drawn_by, sinks_of, sources_of
 from dataflow.system.rank_places import Spreads
 from dataflow.weight_ends import Refresh
 
@@ -264,11 +264,6 @@ def plan(
         raise GraphError(
             f"a run in one process has one machine, but is to be planned over {len(devices.hosts)} hosts; run it in "
             f"processes, or leave hosts out"
-        )
-    if devices.hosts and (episodes := episodes_of(graph)):
-        raise GraphError(
-            f"'{episodes[0].name}' is an episode, whose turns stay on one machine, but is to be planned over "
-            f"{len(devices.hosts)} hosts; leave hosts out"
         )
     if fault := message_fault(message_bytes):
         raise GraphError(fault)

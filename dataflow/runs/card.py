@@ -26,6 +26,7 @@ from dataflow.records import (
     SAMPLING_MASK,
     TEMPERATURE,
     TOKENS,
+    TRAINING_ROW,
     VERSIONS,
 )
 
@@ -44,6 +45,7 @@ _SAID: Mapping[str, str] = {
     ERROR: "null, or what failed", ADVANTAGE: "what the trainer weighed it with",
     SAMPLING_MASK: "ids that truncation left, by token", TEMPERATURE: "at which it was sampled",
     DROP_REASON: "why its group was given up",
+    TRAINING_ROW: "which of the sequences that the policy saw each token is of",
     "chosen": "completion of the best rollout of the group", "rejected": "completion of the worst",
     "chosen_reward": "its figure", "rejected_reward": "its figure",
     "chosen_rollout_id": "its number in the run", "rejected_rollout_id": "its number in the run",

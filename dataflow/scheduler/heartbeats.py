@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from dataflow.scoring.failure import BY_CAUSE
 from dataflow.worker.messages import Heartbeat, NodeReport
 
-_COUNTERS = ("tokens", "scored", "failed", "restarts")
+_COUNTERS = ("tokens", "scored", "failed", "restarts", "turns", "played", "retried", "world_s")
 """What a node's status counts from 0 in each process; all else in it is how things stand."""
 
 Told = Mapping[str, Any]
@@ -28,9 +29,9 @@ def together(earlier: Told, now: Heartbeat | None) -> Told:
 
 def _added(before: Told, report: dict[str, Any]) -> dict[str, Any]:
     status = dict(report["status"])
-    for key in _COUNTERS:
-        if key in status and key in before["status"]:
-            status[key] += before["status"][key]
+    for key, count in before["status"].items():
+        if key in _COUNTERS or key.startswith(BY_CAUSE):
+            status[key] = status.get(key, 0) + count
     return report | {
         "status": status,
         "seconds": {key: value + before["seconds"].get(key, 0.0) for key, value in report["seconds"].items()},

@@ -13,6 +13,7 @@ from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.state_machine import RunStateMachine
+from dataflow.scoring.failure import failures_told
 from dataflow.structure import feeding, leading, lines_of
 from dataflow.worker.state_clock import BESIDE, STATES
 
@@ -20,7 +21,7 @@ _WINDOW_S = 5.0
 _BUSY = "busy"
 _Spent: TypeAlias = dict[str, dict[str, float]]
 """By state and node, seconds."""
-_COUNTED = ("tokens", "version", "step")
+_COUNTED = ("tokens", "version", "step", "turns", "world_s")
 """What a status has of work done."""
 _DECODED = "decode_"
 """Before what it has of decode steps, by how many rollouts they carry on."""
@@ -311,8 +312,10 @@ def _note(status: Mapping[str, Any], members: Mapping[str, int], waited_for: str
         parts.append(f"{status['active']} rollouts")
     if "version" in status:
         parts.append(f"v{status['version']}")
-    if status.get("failed"):
-        parts.append(f"{status['failed']} failed")
+    if failed := failures_told(status):
+        parts.append(failed)
+    if status.get("retried"):
+        parts.append(f"{status['retried']} tried again")
     if "eval_accuracy" in status:
         parts.append(f"last {status['eval_accuracy']:.2f}")
     return ", ".join(parts)

@@ -1,6 +1,6 @@
 """Why a rollout failed, as the column `error` has it: whose call it was, the cause, and what was found."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,8 @@ WORLD: Final = "world"
 OTHER: Final = "other"
 """Of an error that names no cause."""
 CAUSES: Final = (RAISED, HUNG, DIED, UNUSABLE, WORLD)
+BY_CAUSE: Final = "failed_"
+"""Before a cause, in the status of a node: how many rollouts failed by it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,28 @@ class RolloutFailure:
             return cls("", OTHER, error)
         cause, _, found = rest.partition(": ")
         return cls(by, cause, found) if cause in CAUSES else cls(by, OTHER, rest)
+
+
+def status_of(causes: Mapping[str, int]) -> dict[str, int]:
+    """What a node's status says of failures that were counted by cause: `failed`, and `failed_hung` and so on.
+
+    >>> status_of({"hung": 2, "raised": 1})
+    {'failed': 3, 'failed_hung': 2, 'failed_raised': 1}
+    """
+    return {"failed": sum(causes.values()), **{f"{BY_CAUSE}{cause}": count for cause, count in causes.items()}}
+
+
+def failures_told(status: Mapping[str, float | int | str]) -> str:
+    """The same in words: `3 failed (2 hung, 1 raised)`; empty where nothing failed.
+
+    >>> failures_told({"failed": 3, "failed_hung": 2, "failed_raised": 1})
+    '3 failed (2 hung, 1 raised)'
+    """
+    if not (failed := status.get("failed")):
+        return ""
+    causes = {name.removeprefix(BY_CAUSE): count for name, count in status.items() if name.startswith(BY_CAUSE)}
+    some = ", ".join(f"{count} {cause}" for cause, count in sorted(causes.items(), key=lambda each: -int(each[1])))
+    return f"{failed} failed ({some})" if some else f"{failed} failed"
 
 
 def counted(errors: Iterable[str | None]) -> dict[str, int]:

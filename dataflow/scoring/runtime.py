@@ -1,5 +1,6 @@
 """The runtime of a scorer: rows in, the same rows with one more column out, their failures recorded."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from dataflow.records import (
 )
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.callers import Caller, caller_of
-from dataflow.scoring.failure import WORLD
+from dataflow.scoring.failure import WORLD, RolloutFailure, status_of
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.signature import NOTED, Signature
@@ -97,7 +98,9 @@ class Scoring(Runtime):
         self._jobs: dict[int, _Job] = {}
         self._held: list[_Held] = []
         self._done: list[_Held] = []
-        self._rows = self._scored = self._failed = self._not_applying = 0
+        self._rows = self._scored = self._not_applying = 0
+        self._causes: Counter[str] = Counter()
+        """Rows that failed, by cause."""
 
     def room(self) -> int:
         """Rows it would take now."""
@@ -167,7 +170,7 @@ class Scoring(Runtime):
         return {
             "queue": self._rows,
             "scored": self._scored,
-            "failed": self._failed,
+            **status_of(self._causes),
             "does_not_apply": self._not_applying,
             "restarts": self._caller.restarts,
         }
@@ -225,7 +228,7 @@ class Scoring(Runtime):
     def _fail(self, held: _Held, rows: AnyArray, text: str) -> None:
         for row in rows.tolist():
             held.failures[row] = f"{self._scorer.name}: {text}"
-        self._failed += len(rows)
+        self._causes[RolloutFailure.read(f"{self._scorer.name}: {text}").cause] += len(rows)
 
     def _leave(self, held: _Held, is_last: bool) -> list[Batch]:
         """The groups of a batch that are ready and have not left; the last of them acknowledge it."""

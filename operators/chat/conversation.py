@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.training_rows import NO_TURN, TrainingRow
 from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.chat.stitching import Said, stitched
 from operators.chat.tool_calls import CallFormat, ReadTurn, format_of
@@ -18,17 +18,6 @@ from operators.chat.tool_calls import CallFormat, ReadTurn, format_of
 Past: TypeAlias = Literal["sampled", "rendered", "refused"]
 """What becomes of turns that the template writes otherwise once they are past (without their thinking, trimmed):
 they stay as they were sampled; a new row begins with what the template makes of them; or ChatError is raised."""
-NO_TURN = -1
-"""Of a token that the world or the template put there."""
-
-
-@dataclass(frozen=True, eq=False)
-class ChatRow:
-    """One training row of a conversation: a context, and what the policy said in it."""
-
-    tokens: RolloutTokens
-    turns: AnyArray
-    """Which turn of the policy's sampled the token, counted from 0 over the whole conversation; else NO_TURN: int32."""
 
 
 class Conversation:
@@ -65,7 +54,7 @@ class Conversation:
         self.calls = calls or (format_of(form) if tools else None)
         self._called = 0
         """Calls that were read so far."""
-        self._done: list[ChatRow] = []
+        self._done: list[TrainingRow] = []
         self._parts: list[RolloutTokens] = []
         self._part_turns: list[int] = []
         self._text = ""
@@ -78,7 +67,7 @@ class Conversation:
         """Takes the prompt back, where nothing was sampled behind it."""
 
     @property
-    def rows(self) -> list[ChatRow]:
+    def rows(self) -> list[TrainingRow]:
         """Those in which the policy said something, in order."""
         return [*self._done, *self._row()]
 
@@ -235,13 +224,12 @@ class Conversation:
             self._parts.append(tokens)
             self._part_turns.append(turn)
 
-    def _row(self) -> list[ChatRow]:
+    def _row(self) -> list[TrainingRow]:
         """The row under way, if the policy said something in it."""
         if all(turn == NO_TURN for turn in self._part_turns):
             return []
-        parts = self._parts[: 1 + max(at for at, turn in enumerate(self._part_turns) if turn != NO_TURN)]
-        turns = [np.full(len(part), turn, np.int32) for part, turn in zip(parts, self._part_turns, strict=False)]
-        return [ChatRow(RolloutTokens.joined(parts), np.concatenate(turns))]
+        last = max(at for at, turn in enumerate(self._part_turns) if turn != NO_TURN)
+        return [TrainingRow.of(list(zip(self._parts, self._part_turns, strict=True))[: last + 1])]
 
     def _changed(self, rendered: str, known: str) -> ChatError:
         at = next((i for i, (a, b) in enumerate(zip(rendered, known, strict=False)) if a != b), 0)

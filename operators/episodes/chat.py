@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
 from dataflow.errors import OperatorError
 from dataflow.scoring.calls import Ask
+from operators.episodes.talks import FIRST, TalkOrigin
 
 HEARD_CHARACTERS = 1 << 20
 """Most that the world may say between two turns of the policy: more than any context holds."""
@@ -39,6 +41,23 @@ class Chat(Protocol):
     def reward(self, value: float) -> None:
         """What the policy's last turn was worth: `turn_reward` at its last token. Several add up."""
 
+    def keep_last(self, turns: int) -> None:
+        """Leave out what was said before the policy's last turns, so many of them, but for what the conversation began
+        with. What was heard before the first that is kept goes with the rest."""
+
+    def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> Chat:
+        """A conversation of the same policy's in another role, which begins with this text, or with these messages. It
+        has its own rewards and training rows, and the episode's budgets are for all together."""
+
+    def branch(self, tries: int) -> list[Chat]:
+        """So many conversations that each go on from here; this one may go on, too. What was said so far is trained
+        in this one."""
+
+    def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
+        """Another conversation than what was said and heard stands before the policy's next turn: a text, which in a
+        chat is a message of the user's, or messages, those of the assistant's too. What was said is trained as it
+        was."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TurnQuestion:
@@ -47,27 +66,39 @@ class TurnQuestion:
     heard: Sequence[str]
     """What the world has said since the turn before."""
     most: int | None
-    rewards: Sequence[float]
-    """Of each turn so far."""
+    rewards: Sequence[Sequence[float]]
+    """Of each turn so far, by conversation."""
+    rewritten: str | None = None
+    """How the past was rewritten, before what was heard: see `rewriting`."""
+    conversation: int = 0
+    """Of which a turn is asked for."""
+    origin: TalkOrigin = FIRST
+    """How that one began."""
 
     def to_bytes(self) -> bytes:
         """For the wire."""
-        return json.dumps([list(self.heard), self.most, list(self.rewards)]).encode()
+        return json.dumps(
+            [list(self.heard), self.most, list(self.rewards), self.rewritten, self.conversation, astuple(self.origin)]
+        ).encode()
 
     @classmethod
     def of(cls, body: bytes) -> TurnQuestion:
         """What `to_bytes` made of one."""
-        heard, most, rewards = json.loads(body)
-        return cls(heard=tuple(heard), most=most, rewards=tuple(rewards))
+        heard, most, rewards, rewritten, conversation, origin = json.loads(body)
+        return cls(
+            heard=tuple(heard), most=most, rewards=tuple(map(tuple, rewards)), rewritten=rewritten,
+            conversation=conversation, origin=TalkOrigin(*origin),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How an episode's function ended that did not fail."""
 
-    heard: Sequence[str]
-    """What the world said after the last turn."""
-    rewards: Sequence[float]
+    heard: Sequence[Sequence[str]]
+    """What the world said after the last turn, by conversation."""
+    rewards: Sequence[Sequence[float]]
+    """Of each turn, by conversation."""
     is_over: bool
     """Whether it ended because the policy had no turn left."""
     returned: Any = None
@@ -80,7 +111,9 @@ class Outcome:
     def of(cls, body: bytes) -> Outcome:
         """What `to_bytes` made of one."""
         heard, rewards, is_over, returned = json.loads(body)
-        return cls(heard=tuple(heard), rewards=tuple(rewards), is_over=is_over, returned=returned)
+        return cls(
+            heard=tuple(map(tuple, heard)), rewards=tuple(map(tuple, rewards)), is_over=is_over, returned=returned
+        )
 
 
 def told(text: str | None) -> bytes:
@@ -88,20 +121,72 @@ def told(text: str | None) -> bytes:
     return json.dumps(text).encode()
 
 
+def rewriting(kind: str, value: Any) -> str:
+    """How a past was rewritten, as text: `keep` the last turns, another `text`, or other `messages`."""
+    return json.dumps({kind: value})
+
+
+@dataclass
+class Chats:
+    """All conversations of one run of an episode's function. One of them asks at a time."""
+
+    ask: Ask
+    has_messages: bool = False
+    """Whether the generator takes messages."""
+    chats: list[AskedChat] = field(default_factory=list)
+    is_over: bool = False
+    """Whether the last turn that was asked for was one that the policy did not have."""
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def rewards(self) -> list[list[float]]:
+        """Of each turn, by conversation."""
+        return [chat.rewards for chat in self.chats]
+
+    def begin(self, origin: TalkOrigin = FIRST, **state: Any) -> AskedChat:
+        """One more conversation."""
+        chat = AskedChat(self, len(self.chats), origin, **state)
+        self.chats.append(chat)
+        return chat
+
+    async def say(self, chat: AskedChat, most: int | None) -> str | None:
+        """A turn of a chat; None: the policy has none left."""
+        async with self._asking:
+            question = TurnQuestion(
+                heard=chat.heard, most=most, rewards=self.rewards, rewritten=chat.rewritten,
+                conversation=chat.number, origin=chat.origin,
+            )  # fmt: skip
+            said = json.loads(await self.ask(question.to_bytes()))
+            self.is_over = said is None
+            if said is not None:
+                chat.heard, chat.rewritten = [], None
+                chat.rewards.append(0.0)
+                chat.standing += 1
+        return None if said is None else str(said)
+
+    def outcome(self, returned: Any) -> Outcome:
+        """How the function ended."""
+        heard = [chat.heard for chat in self.chats]
+        return Outcome(heard=heard, rewards=self.rewards, is_over=self.is_over, returned=returned)
+
+
 @dataclass
 class AskedChat:
     """A chat whose policy is asked through the pool that makes the call."""
 
-    ask: Ask
+    among: Chats
+    number: int
+    origin: TalkOrigin
     heard: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    is_over: bool = False
-    """Whether a turn was asked for that the policy did not have."""
+    rewritten: str | None = None
+    standing: int = 0
+    """Turns that stand in the past as they were said."""
 
     @property
     def turns(self) -> int:
         """As `Chat.turns`."""
-        return len(self.rewards)
+        return self.origin.at + len(self.rewards)
 
     async def say(self, *, max_tokens: int | None = None) -> str:
         """As `Chat.say`."""
@@ -109,29 +194,73 @@ class AskedChat:
             raise OperatorError(
                 f"chat.say needs room for a token, but got max_tokens={max_tokens!r}; give 1 or more, or leave it out"
             )
-        heard, self.heard = self.heard, []
-        question = TurnQuestion(heard=heard, most=max_tokens, rewards=self.rewards)
-        said = json.loads(await self.ask(question.to_bytes()))
+        said = await self.among.say(self, max_tokens)
         if said is None:
-            self.is_over = True
             raise EpisodeOver("the policy has no turn left")
-        self.rewards.append(0.0)
-        return str(said)
+        return said
 
     def hear(self, text: str) -> None:
         """As `Chat.hear`."""
         if not isinstance(text, str):
             raise OperatorError(f"chat.hear takes text, but got {type(text).__name__} {text!r:.60}; give it str(...)")
-        if sum(map(len, self.heard)) + len(text) > HEARD_CHARACTERS:
-            raise OperatorError(
-                f"the world says too much between two turns; found {len(text)} characters, the bound is "
-                f"{HEARD_CHARACTERS}; cut its answer"
-            )
+        _bounded(sum(map(len, self.heard)) + len(text))
         if text:
             self.heard.append(text)
+
+    def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
+        """As `Chat.agent`."""
+        return self.among.begin(TalkOrigin(role=str(role), history=self._history(history)))
+
+    def branch(self, tries: int) -> list[AskedChat]:
+        """As `Chat.branch`."""
+        if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
+            raise OperatorError(f"chat.branch takes a number of tries, but got {tries!r}; give 1 or more")
+        here = self.origin
+        if self.rewards or here.branch_of < 0:
+            here = replace(here, branch_of=self.number, at=self.turns)
+        return [
+            self.among.begin(here, heard=[*self.heard], rewritten=self.rewritten, standing=self.standing)
+            for _ in range(tries)
+        ]
+
+    def keep_last(self, turns: int) -> None:
+        """As `Chat.keep_last`."""
+        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
+            raise OperatorError(f"chat.keep_last takes a number of turns, but got {turns!r}; give 0 or more")
+        if turns < self.standing:
+            self.standing, self.rewritten = turns, rewriting("keep", turns)
+
+    def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
+        """As `Chat.rewrite`."""
+        self.rewritten = self._history(history)
+        self.heard, self.standing = [], 0
 
     def reward(self, value: float) -> None:
         """As `Chat.reward`."""
         if not self.rewards:
             raise OperatorError(f"chat.reward({value!r}) comes before the policy said anything; call chat.say first")
         self.rewards[-1] += float(value)
+
+    def _history(self, history: str | Iterable[Mapping[str, Any]]) -> str:
+        """As `rewriting` has it. OperatorError where no conversation can begin so."""
+        if isinstance(history, str):
+            made = rewriting("text", history)
+        else:
+            messages = list(history)
+            if not self.among.has_messages or not messages or not all(isinstance(each, Mapping) for each in messages):
+                raise OperatorError(
+                    f"a chat's history is text, or messages where Generator(chat=True); found {messages!r:.60}; give "
+                    f"it what is to stand before the policy's next turn"
+                )
+            made = rewriting("messages", [dict(message) for message in messages])
+        _bounded(len(made))
+        return made
+
+
+def _bounded(characters: int) -> None:
+    """Raise OperatorError where the world says more than it may."""
+    if characters > HEARD_CHARACTERS:
+        raise OperatorError(
+            f"the world says too much between two turns; found {characters} characters, the bound is "
+            f"{HEARD_CHARACTERS}; cut its answer"
+        )

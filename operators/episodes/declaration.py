@@ -12,6 +12,7 @@ from dataflow.errors import GraphError
 from dataflow.node import Generate, Operator
 from dataflow.runtime import Context, Runtime
 from dataflow.stream import Rollout, Stream
+from operators.chat.conversation import Past
 from operators.episodes.knobs import EpisodeKnobs
 
 
@@ -87,6 +88,7 @@ def episode(
     concurrency: int = 512,
     processes: int = 1,
     isolate: bool = True,
+    past: Past = "sampled",
 ) -> Callable[[Callable[..., Any]], Episode]: ...
 
 
@@ -95,8 +97,9 @@ def episode(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any
 
     Its first parameter is the chat (`operators.episodes.chat.Chat`); parameters without a default are columns of the
     prompt, those with one are knobs. What it returns, if annotated, is the column of its name. The conversation is one
-    rollout, whose mask is true where the policy chose the token. A function that raises, hangs or ends its process
-    leaves a rollout with an `error`. Raises GraphError for a function that cannot be one.
+    rollout, whose mask is true where the policy chose the token; where its past was rewritten, of several training
+    rows. A function that raises, hangs or ends its process leaves a rollout with an `error`. Raises GraphError for a
+    function that cannot be one.
 
     >>> from dataflow import Graph, Model
     >>> from operators import Generator, Prompts, episode

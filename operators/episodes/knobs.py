@@ -6,13 +6,14 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 
 from dataflow.node import Generate, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.scoring.signature import where_defined
+from operators.chat.conversation import Past
 from operators.chat.template_trial import delimiter_fault
 from operators.episodes.signature import EpisodeSignature, read_episode
 
@@ -42,6 +43,10 @@ class EpisodeKnobs(Generate):
     isolate: bool = True
     """Whether it runs in killable processes; False: inside the worker, where a call that blocks counts as a worker that
     is stuck."""
+    past: Past = "sampled"
+    """With messages, what becomes of turns that the chat template writes otherwise once they are past (thinking that it
+    leaves out): they stay as they were sampled; a training row begins with what it makes of them; or the rollout is an
+    error."""
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Knobs set where it was applied."""
     signature: EpisodeSignature = field(init=False, repr=False)
@@ -138,6 +143,8 @@ class EpisodeKnobs(Generate):
         ]
         if isinstance(self.timeout_s, bool) or not 0 < self.timeout_s < float("inf"):
             found.append(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
+        if self.past not in get_args(Past):
+            found.append(f"{head} has past={self.past!r}; give one of {list(get_args(Past))}")
         if not self.isolate and self.processes > 1:
             found.append(f"{head} has processes={self.processes} but isolate=False; leave isolate=True")
         if self.name in self.reads() and self.signature.output is not None:

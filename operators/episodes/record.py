@@ -38,14 +38,19 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.worker.host import in_flight
 from operators.episodes.dialogue import SaidTurn
+from operators.episodes.talks import KeptTalk
 
 SCHEMA = pa.schema(
     [
         (GROUP_ID, pa.int64()),
         (POSITION, pa.int32()),
+        ("conversation", pa.int32()),
         (TURN, pa.int32()),
+        ("origin", pa.string()),
         ("mark", pa.int64()),  # of the prompt's tokens and the seed
         ("heard", pa.list_(pa.string())),
+        ("rewritten", pa.string()),
+        ("begins", pa.bool_()),
         (MOST_TOKENS, pa.int32()),
         ("given", pa.list_(pa.int32())),
         (TOKENS, pa.list_(pa.int32())),
@@ -65,9 +70,8 @@ class KeptTurn:
 
     group: int
     position: int
-    number: int
     mark: int
-    turn: SaidTurn
+    said: KeptTalk
 
 
 class TurnFiles(GroupFiles):
@@ -75,14 +79,13 @@ class TurnFiles(GroupFiles):
 
     kind, schema, once = "turns", SCHEMA, False
 
-    def find(self, group: int, mark: int) -> Mapping[int, list[SaidTurn]]:
-        """By position, the turns that earlier processes kept of a group's rollouts, from the first on."""
-        found: dict[int, list[SaidTurn]] = {}
+    def find(self, group: int, mark: int) -> Mapping[int, list[KeptTalk]]:
+        """By position, the turns that earlier processes kept of a group's rollouts, in the order in which they did."""
+        found: dict[int, list[KeptTalk]] = {}
         for rows in self._earlier(group):
             for kept in _kept(rows):
-                turns = found.setdefault(kept.position, [])
-                if kept.mark == mark and kept.number <= len(turns):  # a later process may have drawn one anew
-                    turns[kept.number :] = [kept.turn]
+                if kept.mark == mark:
+                    found.setdefault(kept.position, []).append(kept.said)
         return found
 
     def append(self, turns: Sequence[KeptTurn]) -> None:
@@ -112,23 +115,27 @@ def mark_of_prompt(key: str, prompt: AnyArray) -> int:
 
 
 def _batch(turns: Sequence[KeptTurn]) -> pa.RecordBatch:
-    said = [kept.turn.tokens for kept in turns]
-    tokens = RolloutTokens.joined(said)
-    offsets = np.concatenate([[0], np.cumsum([len(each) for each in said])])
+    said = [kept.said.turn for kept in turns]
+    tokens = RolloutTokens.joined([turn.tokens for turn in said])
+    offsets = np.concatenate([[0], np.cumsum([len(turn.tokens) for turn in said])])
     columns = tokens.columns(offsets, sampling_mask=True)
     if tokens.sampling_mask is None:
         columns[SAMPLING_MASK] = pa.nulls(len(turns), SAMPLING_MASK_TYPE)
     columns |= {
         GROUP_ID: pa.array([kept.group for kept in turns], pa.int64()),
         POSITION: pa.array([kept.position for kept in turns], pa.int32()),
-        TURN: pa.array([kept.number for kept in turns], pa.int32()),
+        "conversation": pa.array([kept.said.conversation for kept in turns], pa.int32()),
+        TURN: pa.array([kept.said.number for kept in turns], pa.int32()),
+        "origin": pa.array([kept.said.origin for kept in turns], pa.string()),
         "mark": pa.array([kept.mark for kept in turns], pa.int64()),
-        "heard": pa.array([list(kept.turn.heard) for kept in turns], pa.list_(pa.string())),
-        MOST_TOKENS: pa.array([kept.turn.most for kept in turns], pa.int32()),
-        "given": pa.array([kept.turn.given for kept in turns], pa.list_(pa.int32())),
-        COMPLETION: pa.array([kept.turn.text for kept in turns], pa.string()),
-        FINISH_REASON: pa.array([kept.turn.finish_reason for kept in turns], pa.string()),
-        TEMPERATURE: pa.array([kept.turn.temperature for kept in turns], pa.float64()),
+        "heard": pa.array([list(turn.heard) for turn in said], pa.list_(pa.string())),
+        "rewritten": pa.array([turn.rewritten for turn in said], pa.string()),
+        "begins": pa.array([turn.begins for turn in said], pa.bool_()),
+        MOST_TOKENS: pa.array([turn.most for turn in said], pa.int32()),
+        "given": pa.array([turn.given for turn in said], pa.list_(pa.int32())),
+        COMPLETION: pa.array([turn.text for turn in said], pa.string()),
+        FINISH_REASON: pa.array([turn.finish_reason for turn in said], pa.string()),
+        TEMPERATURE: pa.array([turn.temperature for turn in said], pa.float64()),
     }
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
@@ -144,13 +151,14 @@ def drawn_tokens(rows: pa.RecordBatch) -> list[RolloutTokens]:
 
 
 def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
-    names = (GROUP_ID, POSITION, TURN, "mark", "heard", MOST_TOKENS, COMPLETION, FINISH_REASON, TEMPERATURE)
+    names = (GROUP_ID, POSITION, "conversation", TURN, "origin", "mark", "heard", "rewritten", "begins", MOST_TOKENS,
+             COMPLETION, FINISH_REASON, TEMPERATURE)  # fmt: skip
     columns = [rows.column(name).to_pylist() for name in names]
     given = rows.column("given")
     for row, (tokens, *values) in enumerate(zip(drawn_tokens(rows), *columns, strict=True)):
-        group, position, number, mark, heard, most, text, reason, temperature = values
+        group, position, conversation, number, origin, mark, heard, rewritten, begins, most, text, reason, *_ = values
         turn = SaidTurn(
-            heard=tuple(heard), most=most, given=given[row].values.to_numpy(), tokens=tokens, text=text,
-            finish_reason=reason, temperature=temperature,
+            heard=tuple(heard), most=most, rewritten=rewritten, begins=begins, given=given[row].values.to_numpy(),
+            tokens=tokens, text=text, finish_reason=reason, temperature=values[-1],
         )  # fmt: skip
-        yield KeptTurn(group, position, number, mark, turn)
+        yield KeptTurn(group, position, mark, KeptTalk(conversation, number, origin, turn))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from dataflow.records import (
@@ -26,24 +26,23 @@ from dataflow.records import (
     SEED,
     TEMPERATURE,
     TOKENS,
-    TURN,
     TURN_REQUEST,
-    TURN_REWARD,
-    AnyArray,
     schema,
 )
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
+from dataflow.scoring.failure import RolloutFailure, status_of
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
-from operators.episodes.dialogue import Dialogue, TurnRequest
+from operators.episodes.dialogue import TurnRequest
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
-from operators.episodes.words import ChatWords, PlainWords, Words
+from operators.episodes.talks import Talks
+from operators.episodes.words import Beginnings, PlainWords
 from operators.episodes.worlds import row_bytes, worlds_of
 from operators.generation import groups
 from operators.generation.groups import PromptGroup
@@ -60,18 +59,24 @@ class LiveEpisode:
 
     group: PromptGroup
     position: int
-    talk: Dialogue
+    talk: Talks
     columns: bytes
     """Of its prompt, for the function."""
     asked: Asked | None = None
     """The question that its function waits with."""
+    turn: tuple[int, int] = (0, 0)
+    """The conversation and the turn of the policy's in it that it waits for."""
     request: int | None = None
     """The turn that the generator draws for it."""
     error: str | None = None
     """What failed, where it is not the world."""
     failures: int = 0
     """Of the world."""
+    since: float = 0.0
+    """When its function began, or was last told something."""
     returned: Any = None
+    columns_of_turns: Mapping[str, Any] | None = None
+    """Once it has ended; see `Talks.columns`."""
 
     def encode(self, start: int, stop: int) -> bytes:
         """What its call is made with."""
@@ -112,10 +117,14 @@ class EpisodesRuntime(Runtime):
         """By object of a group, its episodes."""
         self._kept: dict[str, list[KeptTurn]] = {}
         """By source, turns that are not written down."""
-        self._told: list[tuple[LiveEpisode, int]] = []
-        """Episodes whose turn of this number was drawn, and that have not heard of it."""
+        self._told: list[tuple[LiveEpisode, tuple[int, int], str | None]] = []
+        """Episodes whose turn was drawn, and that have not heard of it: what it says, if anything."""
         self._begun: dict[str, list[int]] = {}
-        self._owed = self._turns = self._failed = self._numbered = self._played = 0
+        self._causes: Counter[str] = Counter()
+        """Rollouts that failed, by cause."""
+        self._world_s = 0.0
+        """That functions were at work, all together."""
+        self._owed = self._turns = self._retried = self._numbered = self._played = 0
 
     def room(self) -> int:
         """Prompts it would take now."""
@@ -176,10 +185,12 @@ class EpisodesRuntime(Runtime):
 
     def status(self) -> dict[str, float | int | str]:
         """Episodes that are live, those of them that wait for the policy, and those that have not begun; turns heard,
-        turns that were told again, and failures; how often a process was replaced."""
+        turns that were told again; failures by cause, and functions that were tried again after one; how often a
+        process was replaced; seconds of the functions, all together."""
         return {
             "active": len(self._live), "asking": len(self._asked), "waiting": len(self._waiting),
-            "turns": self._turns, "played": self._played, "failed": self._failed, "restarts": self._worlds.restarts,
+            "turns": self._turns, "played": self._played, "retried": self._retried, **status_of(self._causes),
+            "restarts": self._worlds.restarts, "world_s": self._world_s,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -190,12 +201,9 @@ class EpisodesRuntime(Runtime):
 
     def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, prompt: str) -> LiveEpisode:
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
-        words: Words = self._plain
-        if self._form is not None and len(group.prompt):
-            words = ChatWords(self._form, prompt)
-        talk = Dialogue(
-            key=key, prompt=group.prompt, max_turns=self._episode.max_turns,
-            max_tokens=self._episode.max_tokens or UNBOUNDED, given=words.given,
+        talk = Talks(
+            key=key, max_turns=self._episode.max_turns, max_tokens=self._episode.max_tokens or UNBOUNDED,
+            begin=Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt),
         )  # fmt: skip
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
 
@@ -209,7 +217,7 @@ class EpisodesRuntime(Runtime):
             return
         for position, turns in files.find(group.group_id, self._mark(group)).items():
             if position < len(episodes):
-                episodes[position].talk.turns = turns
+                episodes[position].talk.recall(turns)
 
     def _await(self, each: LiveEpisode) -> None:
         source, self._numbered = each.group.source, self._numbered + 1
@@ -222,6 +230,7 @@ class EpisodesRuntime(Runtime):
         while self._waiting and self._worlds.open_calls < self._at_once:
             *_, each = heapq.heappop(self._waiting)
             self._of_source[each.group.source] -= 1
+            each.since = self._context.clock()
             self._live[self._worlds.submit(1, each.encode)] = each
             began = True
         return began
@@ -229,17 +238,22 @@ class EpisodesRuntime(Runtime):
     def _ask(self, asked: Asked) -> None:
         """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
         each = self._live[asked.job]
+        self._worked(each)
         question = TurnQuestion.of(asked.body)
-        each.talk.rewards = question.rewards
         try:
-            found = each.talk.ask(asked.number, question.heard, question.most)
+            found = each.talk.ask(
+                question.heard, question.most, rewards=question.rewards, rewritten=question.rewritten,
+                conversation=question.conversation, origin=question.origin,
+            )  # fmt: skip
         except ChatError as error:
             each.error, found = str(error), None
+        if not each.talk.is_drawing(each.turn[0]):
+            self._withdraw(each)
         if not isinstance(found, TurnRequest):
             self._played += found is not None
             self._worlds.tell(asked, told(found))
             return
-        each.asked = asked
+        each.asked, each.turn = asked, (question.conversation, len(question.rewards[question.conversation]))
         if each.request != found.number:
             self._withdraw(each)
             each.request = found.number
@@ -257,19 +271,18 @@ class EpisodesRuntime(Runtime):
             if each is None:
                 continue
             self._withdraw(each)
-            group, at = each.group, len(each.talk.turns)
-            self._told.append((each, at))
+            group, talk = each.group, each.talk
             if error is not None:
                 each.error = error
-                continue
-            turn = each.talk.answer(tokens, text, reason, temperature)
-            if turn is None:
+            kept = None if error is not None else talk.answer(each.turn[0], tokens, text, reason, temperature)
+            self._told.append((each, each.turn, None if kept is None else kept.turn.text))
+            if kept is None:
                 continue
             self._turns += 1
             if group.source in self._files and not group.batch.records.column(ROUND_SIZE)[group.row].as_py():
-                kept = KeptTurn(group.group_id, each.position, at, self._mark(group), turn)
-                self._kept.setdefault(group.source, []).append(kept)
-            if at == 0:
+                made = KeptTurn(group.group_id, each.position, self._mark(group), kept)
+                self._kept.setdefault(group.source, []).append(made)
+            if sum(map(len, talk.rewards)) == 0:
                 self._begun.setdefault(group.source, []).append(group.group_id)
 
     def _tell(self) -> bool:
@@ -277,12 +290,17 @@ class EpisodesRuntime(Runtime):
         for source, kept in self._kept.items():
             self._files[source].append(kept)
         drawn, self._kept, self._told = self._told, {}, []
-        for each, number in drawn:
-            if each.asked is not None and each.asked.number == number:
-                turns = each.talk.turns
-                is_over = each.error is not None or number == len(turns)
-                self._worlds.tell(each.asked, told(None if is_over else turns[number].text))
+        for each, turn, text in drawn:
+            if each.asked is not None and each.turn == turn:
+                each.since = self._context.clock()
+                self._worlds.tell(each.asked, told(text))
         return bool(drawn)
+
+    def _worked(self, each: LiveEpisode) -> None:
+        """Its function has asked for something, or returned: it was at work until now."""
+        now = self._context.clock()
+        self._world_s += now - each.since
+        each.since = now
 
     def _withdraw(self, each: LiveEpisode) -> None:
         """It waits for the generator no more."""
@@ -293,25 +311,29 @@ class EpisodesRuntime(Runtime):
     def _end(self, answer: Answer) -> None:
         """A function has returned, or failed."""
         each = self._live.pop(answer.job)
+        self._worked(each)
         each.failures += bool(answer.failures)
         if answer.failures and each.error is None and each.failures < self._episode.tries:
+            self._retried += 1
             each.asked = None
             self._await(each)
             return
         self._withdraw(each)
         talk, group = each.talk, each.group
-        tail: Sequence[str] = ()
+        tail: Sequence[Sequence[str]] = ()
         error = each.error or next((f"{self._name}: {text}" for text in answer.failures.values()), None)
         reason = STOPPED
         if error is not None:
             reason = BROKEN
-            self._failed += 1
+            self._causes[RolloutFailure.read(error).cause] += 1
         else:
             outcome = Outcome.of(answer.body)
-            talk.rewards, each.returned, tail = outcome.rewards, outcome.returned, outcome.heard
+            each.returned, tail = outcome.returned, outcome.heard
+            talk.end(outcome.rewards)
             reason = TOO_LONG if outcome.is_over else STOPPED
+        tokens, each.columns_of_turns = talk.columns()
         group.rows[each.position] = EndedRollout(
-            tokens=talk.tokens(), start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
+            tokens=tokens, start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
         )
         group.left -= 1
         if not group.left:
@@ -341,13 +363,9 @@ class EpisodesRuntime(Runtime):
         temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
         at = batch.schema.get_field_index(TEMPERATURE)
         batch = batch.set_column(at, batch.schema.field(at), temperatures)
-        none: AnyArray = np.zeros(0)
-        has_turns = [bool(len(tokens)) for tokens in batch.column(TOKENS)]
-        pairs = list(zip(episodes, has_turns, strict=True))
-        turns = [each.talk.turn_numbers() if has else none for each, has in pairs]
-        rewards = [each.talk.turn_rewards() if has else none for each, has in pairs]
-        batch = batch.append_column(TURN, pa.array(turns, EPISODE_COLUMNS[TURN]))
-        batch = batch.append_column(TURN_REWARD, pa.array(rewards, EPISODE_COLUMNS[TURN_REWARD]))
+        laid = [each.columns_of_turns or each.talk.columns()[1] for each in episodes]
+        for name, kind in EPISODE_COLUMNS.items():
+            batch = batch.append_column(name, pa.array([columns[name] for columns in laid], kind))
         output = self._episode.signature.output
         if output is None:
             return batch

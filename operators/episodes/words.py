@@ -1,28 +1,34 @@
-"""What the world says as tokens behind the policy's: as plain text, or with a chat template's delimiters around it."""
+"""What the policy sees before a turn as tokens: its own as they were sampled, the world's as plain text, or with a chat
+template's delimiters around it."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from dataflow.records import AnyArray
-from operators.chat.chat_format import ChatError, ChatFormat
-from operators.chat.conversation import Conversation
-from operators.episodes.dialogue import SaidTurn
+from operators.chat.chat_format import ChatFormat, Message
+from operators.chat.conversation import Conversation, Past
+from operators.episodes.dialogue import Context, SaidTurn, row_ids
 
 KEPT_TEXTS = 4096
 """Short texts whose tokens are kept: worlds repeat themselves."""
 
 
 class Words(Protocol):
-    """Turns what the world says in one dialogue into tokens."""
+    """Turns what was said and heard in one dialogue into tokens."""
 
-    def given(self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str]) -> AnyArray:
-        """Tokens between the policy's last turn and its next, int32. Raises ChatError where there are none."""
+    def context(
+        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None = None
+    ) -> AnyArray:
+        """Tokens of all that the policy sees before its next turn, int32. Raises ChatError where there are none.
+
+        heard: behind the last turn. rewritten: how the past was, before that."""
 
 
 class PlainWords:
@@ -30,53 +36,123 @@ class PlainWords:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._encode = functools.lru_cache(KEPT_TEXTS)(self._encoded)
+        self.encode = functools.lru_cache(KEPT_TEXTS)(self._encoded)
 
-    def given(self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str]) -> AnyArray:
-        """As `Words.given`."""
-        return np.concatenate([np.zeros(0, np.int32), *(self._encode(text) for text in heard)])
+    def context(
+        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None = None
+    ) -> AnyArray:
+        """As `Words.context`."""
+        if rewritten is None:
+            return np.concatenate([row_ids(prompt, turns), *map(self.encode, heard)])
+        begin, stands = prompt, list[SaidTurn]()
+        for turn in turns:
+            begin, stands = self._rewritten(begin, stands, turn.rewritten)
+            stands = [*stands, turn]
+        begin, stands = self._rewritten(begin, stands, rewritten)
+        said: list[AnyArray] = []
+        for place, turn in enumerate(stands):
+            said += [*(map(self.encode, turn.heard) if place else ()), turn.tokens.ids]
+        return np.concatenate([begin, *said, *map(self.encode, heard)])
+
+    def _rewritten(
+        self, begin: AnyArray, turns: list[SaidTurn], rewritten: str | None
+    ) -> tuple[AnyArray, list[SaidTurn]]:
+        """What the conversation begins with, and which turns stand behind it."""
+        if rewritten is None:
+            return begin, turns
+        how = json.loads(rewritten)
+        if "keep" in how:
+            return begin, turns[len(turns) - how["keep"] :]
+        return self.encode(how["text"]), []
 
     def _encoded(self, text: str) -> AnyArray:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
+@dataclass(frozen=True)
+class Beginnings:
+    """How the conversations of one rollout begin."""
+
+    plain: PlainWords
+    form: ChatFormat | None
+    """Where prompts are messages."""
+    past: Past
+    prompt: AnyArray
+    """Tokens."""
+    text: str
+    """The prompt as it was given."""
+
+    def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
+        """Tokens that a conversation begins with, and what lays it out; history: as `TalkOrigin` has it. Raises
+        ChatError."""
+        how = {} if history is None else json.loads(history)
+        if self.form is None or not len(self.prompt):
+            return self.plain.encode(how["text"]) if how else self.prompt, self.plain.context
+        if not how:
+            return self.prompt, ChatWords(self.form, json.loads(self.text), past=self.past).context
+        words = ChatWords(self.form, _messages(how), past=self.past)
+        return words.context(np.zeros(0, np.int32), (), ()), words.context
+
+
 class ChatWords:
     """What was heard as a message of the user's, laid out by a chat template behind what was sampled."""
 
-    def __init__(self, form: ChatFormat, prompt: str) -> None:
-        """prompt: messages as JSON."""
-        self._form, self._messages = form, json.loads(prompt)
-        self._talk: Conversation | None = None
+    def __init__(self, form: ChatFormat, messages: Sequence[Message], *, past: Past = "sampled") -> None:
+        """messages: that the conversation begins with. past: what becomes of turns that the template writes otherwise
+        later."""
+        self._form, self._messages, self._past = form, messages, past
+        self._talk = Conversation(form, messages, past=past)
+        self._begin = len(self._messages)
+        """Messages that the conversation began with, or was rewritten to."""
         self._had: list[SaidTurn] = []
         """The turns that it has."""
-        self._heard: tuple[str, ...] = ()
-        """What was heard after them."""
+        self._beyond: tuple[tuple[str, ...], str | None] = (), None
+        """What was heard after them, and how the past was rewritten before that."""
 
-    def given(self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str]) -> AnyArray:
-        """As `Words.given`."""
-        talk = self._up_to(turns)
+    def context(
+        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None = None
+    ) -> AnyArray:
+        """As `Words.context`."""
+        self._go_to(turns)
+        if self._beyond != (tuple(heard), rewritten):
+            self._go_on(heard, rewritten)
+        return self._talk.prompt()
+
+    def _go_to(self, turns: Sequence[SaidTurn]) -> None:
+        """Let the conversation be that with these turns: that of the last time where it goes on from there."""
+        had = len(self._had)
+        more = turns[had:]
+        is_known = had <= len(turns) and all(one is other for one, other in zip(self._had, turns, strict=False))
+        if not is_known or self._beyond not in [((), None), *((turn.heard, turn.rewritten) for turn in more[:1])]:
+            self._talk, self._begin = Conversation(self._form, self._messages, past=self._past), len(self._messages)
+            self._had, self._beyond, more = [], ((), None), turns
+        for turn in more:
+            if self._beyond != (turn.heard, turn.rewritten):
+                self._go_on(turn.heard, turn.rewritten)
+            self._talk.say(turn.tokens, text=turn.text)
+            self._beyond = (), None
+        self._had = list(turns)
+
+    def _go_on(self, heard: Sequence[str], rewritten: str | None) -> None:
+        if rewritten is not None:
+            how = json.loads(rewritten)
+            if "keep" in how:
+                messages = self._kept(how["keep"])
+            else:
+                messages = _messages(how)
+                self._begin = len(messages)
+            self._talk.rewrite(messages)
         if heard:
-            talk.hear({"role": "user", "content": "".join(heard)})
-        self._heard = tuple(heard)
-        known = [prompt, *(part for turn in turns for part in (turn.given, turn.tokens.ids))]
-        before, ids = np.concatenate(known), talk.prompt()
-        if not np.array_equal(ids[: len(before)], before):
-            raise ChatError(
-                f"the chat template of '{self._form.name}' lays out what was said before otherwise once the world has "
-                f"spoken; found so behind {len(turns)} turns; let the policy speak first, or give it another template"
-            )
-        return ids[len(before) :]
+            self._talk.hear({"role": "user", "content": "".join(heard)})
+        self._beyond = tuple(heard), rewritten
 
-    def _up_to(self, turns: Sequence[SaidTurn]) -> Conversation:
-        """The conversation with these turns: that of the last time where it goes on from there."""
-        had, talk = len(self._had), self._talk
-        goes_on = all(one is other for one, other in zip(self._had, turns, strict=False)) and had <= len(turns)
-        if talk is None or not goes_on or (had == len(turns) and self._heard) or len(turns) > had + 1:
-            talk, had, self._heard = Conversation(self._form, self._messages), 0, ()
-        for turn in turns[had:]:
-            if self._heard != turn.heard:
-                talk.hear({"role": "user", "content": "".join(turn.heard)})
-            self._heard = ()
-            talk.say(turn.tokens, text=turn.text)
-        self._talk, self._had = talk, list(turns)
-        return talk
+    def _kept(self, turns: int) -> list[Message]:
+        """What the conversation began with, and its last turns with what was heard behind each."""
+        messages = self._talk.messages
+        said = [at for at in range(self._begin, len(messages)) if messages[at].get("role") == "assistant"]
+        return [*messages[: self._begin], *(messages[said[-turns] :] if turns else ())]
+
+
+def _messages(how: Mapping[str, Any]) -> list[Message]:
+    """Of a history as `chat.rewriting` has it."""
+    return how.get("messages") or [{"role": "user", "content": how["text"]}]

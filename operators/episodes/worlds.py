@@ -14,7 +14,7 @@ from dataflow.scoring.pool import Answer, Pool
 from dataflow.scoring.process import Asked, Encode
 from dataflow.scoring.return_values import checker, describe
 from dataflow.scoring.values import row_arguments
-from operators.episodes.chat import AskedChat, EpisodeOver, Outcome
+from operators.episodes.chat import Chats, EpisodeOver
 from operators.episodes.knobs import EpisodeKnobs
 
 
@@ -163,13 +163,12 @@ def _prepare(episode: EpisodeKnobs, payload: bytes) -> Call:
     check = checker(episode.signature.output) if episode.signature.output is not None else None
 
     async def call(index: int, ask: Ask) -> bytes:
-        chat, returned = AskedChat(ask), episode.signature.nothing
+        chats, returned = Chats(ask, has_messages=bool(episode.traits.chat)), episode.signature.nothing
         try:
-            value = await episode.function(chat, **arguments, **episode.given)
+            value = await episode.function(chats.begin(), **arguments, **episode.given)
             returned = None if check is None else check(value)
         except EpisodeOver:
-            chat.is_over = True
-        heard, rewards, is_over = chat.heard, chat.rewards, chat.is_over
-        return Outcome(heard=heard, rewards=rewards, is_over=is_over, returned=returned).to_bytes()
+            chats.is_over = True
+        return chats.outcome(returned).to_bytes()
 
     return call

@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import OperatorError
-from dataflow.records import COMPLETION, LOGPROBS, MASK, TOKENS, AnyArray, list_lengths
+from dataflow.records import COMPLETION, LOGPROBS, MASK, TOKENS, TURN, AnyArray
+from dataflow.tokens.training_rows import unfolded
 from operators.forward_pass.query import ModelQuery, lists
 from operators.training.learner.learner import Forward
 from operators.training.learner.rows import step_rows
@@ -30,14 +31,17 @@ class OwnTokens:
 
     def ask(self, rows: pa.RecordBatch) -> ModelQuery:
         """Those rows that are short enough. Raises OperatorError when the tokens are not this model's."""
-        lengths = list_lengths(rows.column(TOKENS))
+        found = step_rows([rows], (LOGPROBS,))
+        lengths = found.longest_R
         fits = np.ones(len(lengths), bool) if self._most is None else lengths <= self._most
-        found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
+        if not fits.all():
+            found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
+        begins, rollouts = unfolded(found.offsets, found.cuts_S)
         left = found.tokens.sampling_mask
         self._check(rows, found.tokens.ids if left is None else np.r_[found.tokens.ids, left.ids])
         return ModelQuery(
-            tokens_S=found.tokens.ids, read_S=found.chosen_S, offsets=found.offsets, groups_R=found.groups_R,
-            row_R=np.flatnonzero(fits), left_S=left,
+            tokens_S=found.tokens.ids, read_S=found.chosen_S, offsets=begins, groups_R=found.groups_R[rollouts],
+            row_R=np.flatnonzero(fits)[rollouts], left_S=left,
             failures={
                 row: f"the rollout has {lengths[row]} tokens, but '{self._model}' takes {self._most}; lower max_tokens"
                 for row in np.flatnonzero(~fits).tolist()
@@ -46,7 +50,7 @@ class OwnTokens:
 
     def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """A number per token, 0 where the policy chose none."""
-        return lists(numbers_S, asked.offsets)
+        return lists(numbers_S, np.r_[asked.offsets[:-1][asked.firsts], asked.offsets[-1]])
 
     def _check(self, rows: pa.RecordBatch, ids: AnyArray) -> None:
         largest = int(ids.max(initial=0))
@@ -65,13 +69,17 @@ class OwnTokens:
 
 
 def disagreement(tokenizer: Any, rows: pa.RecordBatch) -> str | None:
-    """How a tokenizer reads the chosen tokens, where in no row it reads what the policy wrote."""
+    """How a tokenizer reads the chosen tokens, where in no row it reads what the policy wrote. In an episode that is
+    what it said first: what the world said stands in the text, too."""
     told = None
+    in_turns = TURN in rows.schema.names
     for tokens, mask, completion in zip(*(rows.column(n).to_pylist() for n in (TOKENS, MASK, COMPLETION)), strict=True):
-        chosen = [token for token, is_chosen in zip(tokens, mask, strict=True) if is_chosen]
-        if completion and chosen:
-            read = tokenizer.decode(chosen, skip_special_tokens=True)
-            if _bare(completion) in _bare(read):
+        chosen = np.flatnonzero(mask)
+        if completion and len(chosen):
+            first = chosen[: 1 + np.flatnonzero(np.diff(chosen, append=-1) != 1)[0]] if in_turns else chosen
+            read = tokenizer.decode(np.asarray(tokens)[first].tolist(), skip_special_tokens=True)
+            begin = _bare(read)[: max(1, len(_bare(read)) // 2)]
+            if _bare(completion) in _bare(read) or (in_turns and begin and begin in _bare(completion)):
                 return None
             told = f"the policy wrote {completion[:40]!r}, which it reads as {read[:40]!r}"
     return told

@@ -25,13 +25,18 @@ class ModelQuery:
     groups_R: AnyArray
     """group_id of each."""
     row_R: AnyArray
-    """Which of the rows it was made of."""
+    """Which of the rows it was made of, in their order; several are of one row where it has several training rows."""
     left_S: SamplingMask | None = None
     """The ids that truncation left at each token."""
     places_R: tuple[AnyArray, ...] = ()
     """Tokens of the rollout that each sequence's numbers belong to, where those are not the tokens that were read."""
     failures: dict[int, str] = field(default_factory=dict)
     """By row, why nothing could be asked about it."""
+
+    @property
+    def firsts(self) -> AnyArray:
+        """The first sequence of each row that has any."""
+        return np.flatnonzero(np.diff(self.row_R, prepend=-1))
 
 
 class Reading(Protocol):
@@ -43,7 +48,7 @@ class Reading(Protocol):
         """What to compute for rows that have not failed. Raises OperatorError when the model cannot read them."""
 
     def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
-        """The answers, [R]; numbers_S: float32, 0 where none was wanted."""
+        """The answers, one for each row that was asked about; numbers_S: float32, 0 where none was wanted."""
 
 
 def lists(numbers_S: AnyArray, offsets: AnyArray) -> pa.ListArray:

@@ -264,7 +264,8 @@ class ForwardRuntime(Runtime):
             made = self._reading.column(records.take(pa.array(current.good)), asked, current.numbers_S)
             failures = dict(asked.failures)
             at = np.full(total, -1, np.int64)
-            at[current.good[asked.row_R]] = np.arange(len(asked.row_R))
+            rows = asked.row_R[asked.firsts]
+            at[current.good[rows]] = np.arange(len(rows))
             for sequence in _not_finite(asked, current.numbers_S):
                 row = int(asked.row_R[sequence])
                 failures[row] = "the number that the model gave is not finite"

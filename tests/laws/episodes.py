@@ -1,28 +1,28 @@
 """The laws of episodes and of their turns."""
 
-from .changes import always, assigned, expression, instead, never, returned, without
+from .changes import always, assigned, condition, expression, instead, never, returned, without
 from .law import Law
 
 EPISODES = (
     Law(
         "what was sampled is trained as it was sampled, with what was heard between",
         "test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them",
-        "operators.episodes:Dialogue.tokens",
-        expression("turn.tokens", "given", "tokens", "turn"),
+        "operators.episodes:Dialogue.rows",
+        instead("found[-1] += [said]", "found", "said"),
         "what the world said",
     ),
     Law(
         "what the policy said once is told again, and not drawn again",
         "test_a_function_that_begins_anew_is_told_what_was_said_and_nothing_is_drawn_twice",
         "operators.episodes:Dialogue.ask",
-        never("number", "turns", "!follows"),
+        never("number", "follows"),
         "the record",
     ),
     Law(
         "what was said behind something that the world says otherwise now is no part of the rollout",
         "test_from_the_first_thing_that_the_world_says_otherwise_turns_are_drawn_anew",
         "operators.episodes:Dialogue.ask",
-        always("follows"),
+        condition("number < len(self.turns)", "follows"),
         "the comparison",
     ),
     Law(
@@ -31,6 +31,48 @@ EPISODES = (
         "operators.episodes:Dialogue.ask",
         instead("self.waiting = None\n_", "number", "turns", "follows"),
         "what is being drawn, when the function begins anew",
+    ),
+    Law(
+        "a conversation that was rewritten is trained as the policy saw it",
+        "test_each_sampled_token_of_a_rewritten_conversation_is_chosen_once_behind_all_that_the_policy_saw",
+        "operators.episodes:Dialogue.rows",
+        never("begins", "!turns"),
+        "that a training row begins there",
+    ),
+    Law(
+        "a branch of a past that is another one now is drawn anew",
+        "test_branches_of_what_was_drawn_anew_are_drawn_anew",
+        "operators.episodes:Talks._talk",
+        condition("known and is_same", "zip"),
+        "the comparison of what it goes on from",
+    ),
+    Law(
+        "all conversations of an episode have one budget",
+        "test_all_conversations_have_one_budget_and_different_seeds",
+        "operators.episodes:Talks.ask",
+        assigned("max_turns", "self.max_turns"),
+        "the turns of the others",
+    ),
+    Law(
+        "how a caller treats its conversation, each sampled token is chosen once",
+        "test_whatever_a_caller_does_to_its_conversation_each_sampled_token_is_chosen_once",
+        "dataflow.tokens.training_rows:training_rows",
+        always("array_equal"),
+        "the comparison of what the call sees with the row",
+    ),
+    Law(
+        "how a rollout was cut into rows changes nothing of its weight",
+        "test_rows_share_their_prefixes_and_a_loss_of_whole_rollouts_sees_whole_rollouts",
+        "operators.training.learner:Learner.micro",
+        assigned("rollout_T", "packed.row_T"),
+        "the way from a row to its rollout",
+    ),
+    Law(
+        "the first token of a training row is not trained",
+        "test_no_row_predicts_its_first_token_and_lists_of_another_length_are_refused",
+        "operators.training.learner:StepRows.chosen_S",
+        without("cuts_S"),
+        "that rows other than the first have one, too",
     ),
     Law(
         "a run that is cut off goes on turn by turn",

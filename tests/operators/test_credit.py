@@ -2,6 +2,7 @@
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trainer_rig import group
@@ -10,6 +11,7 @@ from dataflow.records import ERROR, GROUP_ID, TOKEN_NUMBERS
 from dataflow.runtime import Batch, Context
 from operators.credit import (
     advantage,
+    conversation_advantage,
     gae,
     leave_one_out,
     normalized_advantage,
@@ -196,3 +198,43 @@ def test_rewards_of_turns_stand_at_their_last_tokens_and_the_reward_at_the_last_
     assert turn_rewards(1.0, given, mask).tolist() == [0.0, 0.0, 0.5, 0.0, 1.25, 0.0]
     assert (turn_rewards.name, turn_rewards.output) == ("token_rewards", TOKEN_NUMBERS)
     assert reward_to_go(turn_rewards(1.0, given, mask), mask).tolist() == [0.0, 1.75, 1.75, 0.0, 1.25, 0.0]
+
+
+def _conversations(tree):
+    """One rollout whose conversations say one turn each, of one token behind one that is given.
+
+    tree: by conversation its role, the turn behind which it branched off, and its reward."""
+    numbers = {owner: at for at, owner in enumerate(tree)}
+    return {
+        "turn": np.array([each for at in numbers.values() for each in (-1, at)]),
+        "turn_reward": np.array([each for _, _, reward in tree.values() for each in (0.0, reward)]),
+        "training_row": np.repeat(np.arange(len(tree)), 2), "row_conversation": np.array(list(tree)),
+        "row_role": [role for role, *_ in tree.values()],
+        "row_branch_turn": np.array([at for _, at, _ in tree.values()]),
+        "mask": np.tile([False, True], len(tree)),
+    }  # fmt: skip
+
+
+def test_branches_are_compared_with_those_that_began_where_they_did_and_others_within_their_role():
+    """Trunk 0 with branches 1 and 2 behind its turn 0, of which 2 has two more; and an agent beside it."""
+    rollouts = [
+        _conversations({
+            0: ("", -1, 0.5), 1: ("", 0, 1.0), 2: ("", 0, 0.0), 3: ("", 2, 4.0), 4: ("", 2, 2.0),
+            6: ("black", -1, -1.0),
+        }),
+        _conversations({0: ("", -1, 1.0), 5: ("black", -1, 3.0)}),
+    ]  # fmt: skip
+    given = {name: [each[name] for each in rollouts] for name in rollouts[0]}
+    first, second = (made[1::2].tolist() for made in conversation_advantage.function(**given))
+    branch_2 = 0.0 + (4.0 + 2.0) / 2
+    trunk = 0.5 + (1.0 + branch_2) / 2
+    assert first == pytest.approx([
+        trunk - (trunk + 1.0) / 2, 1.0 - (1.0 + branch_2) / 2, branch_2 - (1.0 + branch_2) / 2, 1.0, -1.0, -1.0 - 1.0,
+    ])  # fmt: skip
+    assert second == pytest.approx([1.0 - (trunk + 1.0) / 2, 3.0 - 1.0])
+
+
+def test_conversations_of_a_rollout_alone_in_its_role_have_no_advantage():
+    made = _conversations({0: ("", -1, 7.0)})
+    (found,) = conversation_advantage.function(**{name: [value] for name, value in made.items()})
+    assert not found.any()

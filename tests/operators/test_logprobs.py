@@ -21,6 +21,7 @@ from rigs.forwards import (
     tokenizer_of,
 )
 from rigs.heads import classifier
+from rigs.policy import ALPHABET
 
 from dataflow import Model
 from dataflow.errors import OperatorError
@@ -28,6 +29,7 @@ from dataflow.model import LoRA
 from dataflow.runtime import Context
 from dataflow.staleness import Bound
 from operators import Logprobs, Trainer, Values
+from operators.forward_pass.own_tokens import disagreement
 from operators.models.loading import load_model
 from operators.training.learner import policy as policy_module
 from operators.training.learner.packing import pack
@@ -80,6 +82,40 @@ def test_where_the_policy_drew_from_few_ids_the_distribution_is_over_these_alone
             left = logits[at - 1] if kept is None else logits[at - 1][kept]
             assert found[at] == pytest.approx(float(logits[at - 1, token] - left.logsumexp(-1)), abs=1e-5)
     assert sum(kept is not None for kept in row["sampling_mask"]) == 2
+
+
+def test_in_an_episode_the_tokenizer_is_told_by_what_the_policy_said_first() -> None:
+    (row,) = rollouts(0, ("b2=cx9",)).to_pylist()
+    kinds = pa.schema([*rollouts(0).schema, pa.field("turn", pa.list_(pa.int32()))])
+    said = {3, 4, 7, 8, 9}  # "b2", then "x9" and the end
+    spoken = {
+        **row,
+        "mask": [at in said for at in range(10)],
+        "turn": [int(at > 4) if at in said else -1 for at in range(10)],
+    }
+    heard = pa.RecordBatch.from_pylist([spoken], schema=kinds)
+    assert disagreement(tokenizer_of(), heard) is None
+    assert disagreement(tokenizer_of(ALPHABET[::-1]), heard) is not None
+
+
+def test_a_rollout_of_several_training_rows_has_the_logprobs_of_each(reference: Model) -> None:
+    """The second row has another beginning; where no row is longer than the model takes, their sum may be."""
+    (row,) = rollouts(0, ("b2=c",)).to_pylist()
+    other = [row["tokens"][2], *row["tokens"]]
+    mask = [False, *row["mask"]]
+    both = {
+        **row, "tokens": row["tokens"] + other, "mask": row["mask"] + mask, "logprobs": [0.0] * (2 * len(mask) - 1),
+        "versions": [0] * (2 * len(mask) - 1), "training_row": [0] * len(row["mask"]) + [1] * len(mask),
+    }  # fmt: skip
+    kinds = pa.schema([*rollouts(0).schema, pa.field("training_row", pa.list_(pa.int32()))])
+    group = pa.RecordBatch.from_pylist([both, {**both, "position": 1, "rollout_id": 1}], schema=kinds)
+    module = load_model(reference)
+    wanted = plain_logprobs(module, row) + plain_logprobs(module, {"tokens": other, "mask": mask})
+    made = forwarding(Logprobs(reference))
+    made.runtime._reading._most = len(other)  # type: ignore[attr-defined]
+    found = made.run(group)
+    assert lists_of(found, "error") == [None, None]
+    np.testing.assert_allclose(lists_of(found, "ref_logprobs"), [wanted, wanted], atol=1e-5)
 
 
 @pytest.mark.parametrize("most_logits", [policy_module.MOST_LOGITS, 0], ids=["whole", "sliced"])

@@ -26,7 +26,7 @@ from dataflow.folder.faults import read_faults
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
 from operators import Evaluate, Generator, Prompts, Trainer, episode
-from operators.credit import advantage
+from operators.credit import advantage, conversation_advantage
 from operators.episodes.declaration import Episode
 from operators.losses import aipo
 
@@ -128,13 +128,7 @@ TEMPLATE = (
 
 def test_what_the_world_says_in_a_chat_stands_between_the_templates_delimiters(policy: Path, tmp_path: Path) -> None:
     """And the policy's ids are those that were sampled, whether it ended its turn itself or had to stop."""
-    from transformers import AutoTokenizer
-
-    chatty = tmp_path / "chatty"
-    shutil.copytree(policy, chatty)
-    tokenizer = AutoTokenizer.from_pretrained(chatty)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(chatty)
+    chatty, tokenizer = chatty_policy(policy, tmp_path)
     g = Graph("chat")
     generator = Generator(Model(str(chatty)).frozen(), group_size=4, max_tokens=8, slots=16, chat=True)
     asked = Prompts([{"prompt": f"hi {n}", "answer": "3"} for n in range(8)], columns=("answer",), epochs=1, chat=True)
@@ -180,6 +174,167 @@ def test_a_chat_template_that_no_conversation_can_be_made_with_is_refused_before
     with pytest.raises(GraphError, match=why):
         run(g, runs=tmp_path / "runs", quiet=True)
     assert not (tmp_path / "runs").exists()
+
+
+@episode(max_turns=5)
+async def forgetful(chat: Any, answer: str) -> float:
+    """Forgets all but its last turn, twice, and has what it said summed up before its last turn."""
+    said = [await chat.say(max_tokens=4)]
+    for _ in range(3):
+        chat.hear(f"{said[-1][:1]}=")
+        if len(said) > 1:
+            chat.keep_last(1)
+        said.append(await chat.say(max_tokens=4))
+    chat.rewrite(f"{answer}{said[0][:2]}=")
+    await chat.say(max_tokens=4)
+    return 1.0
+
+
+def exact(row: dict[str, Any], model: Any, turns: int) -> None:
+    """All that was sampled is chosen once, with the log-probabilities of a forward pass over its training row."""
+    import torch
+
+    tokens, mask, numbers, rows = (np.array(row[name]) for name in ("tokens", "mask", "turn", "training_row"))
+    assert (mask == (numbers >= 0)).all() and sorted(set(numbers[mask].tolist())) == list(range(turns))
+    recorded = np.array(row["logprobs"], np.float32)
+    for number in range(rows.max() + 1):
+        at = np.flatnonzero(rows == number)
+        assert (np.diff(at) == 1).all() and mask[at].any() and not mask[at[0]]
+        ids = torch.tensor(tokens[at])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0].float()
+        found = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None].long())[:, 0].numpy()
+        chosen = mask[at][1:]
+        assert np.allclose(recorded[at][1:][chosen], found[chosen], atol=1e-4)
+    assert not recorded[~mask].any()
+
+
+def test_what_was_sampled_in_a_rewritten_conversation_is_trained_once_as_the_policy_saw_it(policy: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    g = Graph("rewritten")
+    generator = Generator(Model(str(policy)).frozen(), group_size=2, max_tokens=8, slots=16)
+    found = collect(forgetful(generator, g.source(Prompts(rows(12), columns=("answer",)))), rows=24).to_pylist()
+    for row in found:
+        assert row["error"] is None and row["finish_reason"] == "stop"
+        exact(row, model, turns=5)
+        tokens, turns, numbers = (np.array(row[name]) for name in ("tokens", "turn", "training_row"))
+        assert numbers.max() == 3 and [set(turns[numbers == at]) - {-1} for at in range(4)] == [{0, 1}, {2}, {3}, {4}]
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        said = [tokens[turns == turn] for turn in range(5)]
+        for at in (1, 2):  # the prompt, the last turn as it was sampled, and what was heard behind it
+            row_tokens, row_turns = tokens[numbers == at], turns[numbers == at]
+            before = row_tokens[: np.flatnonzero(row_turns >= 0)[0]]
+            heard = tokenizer(f"{tokenizer.decode(said[at], skip_special_tokens=True)[:1]}=", add_special_tokens=False)
+            assert before.tolist() == [*prompt, *said[at], *heard["input_ids"]]
+        whole = f"{row['answer']}{tokenizer.decode(said[0], skip_special_tokens=True)[:2]}="
+        last = tokens[numbers == 3][: -len(said[4])]
+        assert last.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("past", ["sampled", "rendered"])
+def test_a_rewritten_chat_is_trained_to_the_id_with_the_logprobs_of_full_forward_passes(
+    past: str, policy: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    chatty, _ = chatty_policy(policy, tmp_path)
+    g, model = Graph("rewritten"), AutoModelForCausalLM.from_pretrained(policy)
+    generator = Generator(Model(str(chatty)).frozen(), group_size=4, max_tokens=8, slots=16, chat=True)
+    asked = Prompts([{"prompt": f"hi {n}", "answer": "3"} for n in range(8)], columns=("answer",), epochs=1, chat=True)
+    made = dataclasses.replace(forgetful, past=past)(generator, g.source(asked))  # type: ignore[type-var]
+    found = collect(made, rows=32).to_pylist()
+    assert {row["error"] for row in found} == {None}
+    for row in found:
+        exact(row, model, turns=5)
+        assert max(row["training_row"]) >= 3
+
+
+def chatty_policy(policy: Path, tmp_path: Path) -> tuple[Path, Any]:
+    """The policy with a chat template."""
+    from transformers import AutoTokenizer
+
+    chatty = tmp_path / "chatty"
+    shutil.copytree(policy, chatty)
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(chatty)
+    return chatty, tokenizer
+
+
+@episode(max_turns=9)
+async def crowded(chat: Any) -> float:
+    """Speaks until the context is full, and then goes on with its last turn alone, once."""
+    from operators.episodes.chat import EpisodeOver
+
+    cuts = 0
+    while chat.turns < 9:
+        try:
+            chat.hear("a" * len(await chat.say(max_tokens=12)))
+        except EpisodeOver:
+            chat.keep_last(0)
+            cuts += 1
+    return float(cuts)
+
+
+def test_an_episode_whose_context_is_full_goes_on_with_what_it_keeps(policy: Path) -> None:
+    g = Graph("crowded")
+    generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=12, slots=8)
+    found = collect(crowded(generator, g.source(Prompts(rows(4)))), rows=4).to_pylist()
+    assert {(row["finish_reason"], row["error"], max(row["turn"])) for row in found} == {("stop", None, 8)}
+    assert any(row["crowded"] for row in found)
+    for row in found:
+        lengths = np.bincount(row["training_row"])
+        assert lengths.max() <= 64 and len(lengths) == row["crowded"] + 1
+
+
+@episode(max_turns=8)
+async def game(chat: Any, answer: str, prompt: str) -> float:
+    """Two players in turn, and two tries behind a first word."""
+    await chat.say(max_tokens=3)
+    for branch in chat.branch(2):
+        branch.hear("or ")
+        said = await branch.say(max_tokens=3)
+        branch.reward(float(len(said)))
+    white, black = chat.agent("white", f"{prompt}w="), chat.agent("black", f"{prompt}b=")
+    for _ in range(2):
+        black.hear(await white.say(max_tokens=3))
+        white.hear(await black.say(max_tokens=3))
+    white.reward(float(answer))
+    black.reward(-float(answer))
+    return float(white.turns)
+
+
+def test_agents_and_branches_of_an_episode_are_trained_to_the_id_each_behind_what_it_saw(policy: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    g = Graph("game")
+    generator = Generator(Model(str(policy)).frozen(), group_size=4, max_tokens=8, slots=16)
+    made = conversation_advantage(game(generator, g.source(Prompts(rows(4), columns=("answer",), epochs=1))))
+    found = collect(made, rows=16).to_pylist()
+    for row in found:
+        assert (row["error"], row["finish_reason"], row["game"]) == (None, "stop", 2.0)
+        exact(row, model, turns=7)
+        assert row["row_conversation"] == [0, 1, 2, 3, 4]
+        assert row["row_role"] == ["", "", "", "white", "black"] and row["row_branch_turn"] == [-1, 0, 0, -1, -1]
+        chosen, numbers = np.array(row["mask"]), np.array(row["training_row"])
+        advantages = np.array(row["advantage"])
+        assert not advantages[~chosen].any() and len({*advantages[chosen & (numbers == 1)]}) == 1
+        assert sum(advantages[np.flatnonzero(chosen & (numbers == at))[0]] for at in (1, 2)) == pytest.approx(0.0)
+
+
+def test_a_run_of_episodes_with_several_conversations_is_clean(policy: Path, tmp_path: Path) -> None:
+    g, model = Graph("game"), Model(str(policy))
+    generator = Generator(model, group_size=2, max_tokens=8, slots=16, segment_tokens=2)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=2, lr=1e-2, normalize="rollout_means")
+    trainer(conversation_advantage(game(generator, g.source(Prompts(rows(16), columns=("answer",), epochs=None)))))
+    g.feedback(trainer.weights, generator, max_staleness=1)
+    result = run(g, steps=2, runs=tmp_path, quiet=True)
+    assert result.verdict.clean, result.verdict.line
+    assert len(losses(result)) == 2 and all(np.isfinite(losses(result)))
+    nothing_is_left(result)
 
 
 @episode(max_turns=2, isolate=False)

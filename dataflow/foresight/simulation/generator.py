@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from dataflow.foresight.simulation.clock import Clock, Event
 from dataflow.foresight.simulation.groups import SimulatedGroup
@@ -15,6 +17,22 @@ from dataflow.rules.leave import LINGER_STEPS, enough, leaves
 from dataflow.staleness import Bound
 
 SOURCE = "prompts"
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What a rollout has yet to say."""
+
+    strides: tuple[int, ...]
+    """Of each turn."""
+    context: float
+    """Tokens that stand before the next."""
+
+    @staticmethod
+    def of(strides: int, turns: int, context: float) -> _Turns:
+        """So many strides in turns of like length, of one at least."""
+        share, more = divmod(max(strides, turns), turns)
+        return _Turns(tuple(share + (at < more) for at in range(turns)), context)
 
 
 class SimulatedReplica:
@@ -34,8 +52,15 @@ class SimulatedReplica:
         self._offered = 0
         self._at = 0
         """Strides that it has made."""
-        self._ends: list[tuple[int, int, SimulatedGroup, int]] = []
-        """Of each live rollout: the stride at which it ends, its number, its group, the stride at which it began."""
+        self._ends: list[tuple[int, int, SimulatedGroup, float, _Turns]] = []
+        """Of each live rollout: the stride at which its turn ends, its number, its group, the tokens that it would have
+        had at stride 0, the turns that are to come."""
+        self._back: list[tuple[SimulatedGroup, _Turns]] = []
+        """Rollouts whose world has answered, and that have no slot yet."""
+        self._away: Counter[SimulatedGroup] = Counter()
+        """Groups of rollouts that wait for the world."""
+        self._lives = 0
+        """How often it has lost everything."""
         self._begun = 0
         self._looks_back = 0.0
         """Tokens that all live rollouts would have had at stride 0: their contexts are that long, and a token longer
@@ -90,8 +115,10 @@ class SimulatedReplica:
             self._clock.cancel(self._event)
             self._event = None
             self._usage.ends()
-        lost = {id(group): group for _, _, group, _ in self._ends} | {id(group): group for group in self._complete}
+        lost = {id(group): group for _, _, group, *_ in self._ends} | {id(group): group for group in self._complete}
+        lost |= {id(group): group for group in (*self._away, *(group for group, _ in self._back))}
         self._ends, self._complete, self._looks_back, self._alive = [], [], 0.0, False
+        self._back, self._away, self._lives = [], Counter(), self._lives + 1
         queue = self.admission.sources.get(SOURCE, ())
         part = [group for group in queue if group.from_versions]
         for group in part:
@@ -108,7 +135,8 @@ class SimulatedReplica:
         """Whether what came cannot wait for the end of the stretch of decode steps under way."""
         if self._offered > self.version:
             return True
-        return len(self._ends) < self._slots and self.admission.has_due(self.version, self._dropped())
+        is_due = bool(self._back) or self.admission.has_due(self.version, self._dropped())
+        return len(self._ends) < self._slots and is_due
 
     def _go_on(self) -> None:
         costs = self._costs
@@ -132,10 +160,12 @@ class SimulatedReplica:
         self._event = self._clock.after(seconds, self._reached, shared=costs.shared)
 
     def _admit(self) -> None:
+        scenario = self._scenario
+        while self._back and len(self._ends) < self._slots:
+            self._begin(*self._back.pop(0))
         free = self._slots - len(self._ends)
         if not free or not len(self.admission):
             return
-        scenario = self._scenario
         for _, group, count in self.admission.start(
             free=free, slots=self._slots, idle=not self._ends, version=self.version, dropped=self._dropped(),
             fit=lambda group, wanted: wanted,
@@ -145,11 +175,34 @@ class SimulatedReplica:
             group.unstarted -= count
             group.from_versions.append((self.version, count))
             for _ in range(count):
-                strides = next(self._lengths)
-                self._begun += 1
-                heapq.heappush(self._ends, (self._at + strides, self._begun, group, self._at))
-                group.tokens += strides * scenario.stride
-            self._looks_back += count * (scenario.prompt_tokens - self._at * scenario.stride)
+                turns = _Turns.of(next(self._lengths), scenario.turns, scenario.prompt_tokens)
+                group.tokens += sum(turns.strides) * scenario.stride
+                self._begin(group, turns)
+
+    def _begin(self, group: SimulatedGroup, turns: _Turns) -> None:
+        """A turn of a rollout has a slot from now on."""
+        first, *rest = turns.strides
+        self._begun += 1
+        stride = self._scenario.stride
+        base = turns.context - self._at * stride
+        left = _Turns(tuple(rest), turns.context + first * stride)
+        heapq.heappush(self._ends, (self._at + first, self._begun, group, base, left))
+        self._looks_back += base
+
+    def _world(self, group: SimulatedGroup, turns: _Turns) -> None:
+        """The world has what the policy said, and will answer."""
+        life = self._lives
+        self._away[group] += 1
+
+        def answered() -> None:
+            if life == self._lives:
+                self._away[group] -= 1
+                if not self._away[group]:
+                    del self._away[group]
+                self._back.append((group, turns))
+                self.poke()
+
+        self._clock.after(self._scenario.world_s, answered)
 
     def _reached(self) -> None:
         self._event = None
@@ -158,8 +211,11 @@ class SimulatedReplica:
         self._at = self._target
         ends, at, stride = self._ends, self._at, self._scenario.stride
         while ends and ends[0][0] <= at:
-            _, _, group, start = heapq.heappop(ends)
-            self._looks_back -= self._scenario.prompt_tokens - start * stride
+            _, _, group, base, turns = heapq.heappop(ends)
+            self._looks_back -= base
+            if turns.strides:
+                self._world(group, turns)
+                continue
             self._owed_s += self._costs.rollout_s
             group.left -= 1
             if not group.left:

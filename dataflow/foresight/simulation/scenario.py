@@ -88,6 +88,10 @@ class Scenario:
     prompt_tokens: float
     generator: GeneratorCosts
     trainer: TrainerCosts
+    turns: int = 1
+    """Of the policy in each rollout; it has no slot between two of them."""
+    world_s: float = 0.0
+    """Between two turns."""
     scorers: Mapping[str, ScorerCosts] = field(default_factory=dict)
     replicas: int = 1
     unlike: tuple[GeneratorCosts, ...] = ()
@@ -120,5 +124,5 @@ class Scenario:
 
 def coarse(scenario: Scenario, most: float = 200_000.0) -> Scenario:
     """With strides, where so many decode steps would be looked at; up to a 32nd of the mean length."""
-    wanted = min(scenario.decode_steps / most, scenario.lengths.mean / 32)
+    wanted = min(scenario.decode_steps / most, scenario.lengths.mean / scenario.turns / 32)
     return replace(scenario, stride=max(1, int(wanted)))

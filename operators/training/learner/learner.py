@@ -190,10 +190,11 @@ class Learner:
             return
         if TEMPERATURE in rows.columns_R:
             self.forward.at(float(rows.columns_R[TEMPERATURE][part[0]]))
-        positions, offsets = gather(rows.offsets, part)
-        packed = pack(rows.tokens.ids[positions], rows.tokens.mask[positions], offsets)
+        positions, begins, rollouts = rows.sequences(part)
+        packed = pack(rows.tokens.ids[positions], rows.tokens.mask[positions], begins)
         self._nodes += packed.nodes
-        flat_T, row_T = positions[packed.flat_T], part[packed.row_T]
+        rollout_T = rollouts[packed.row_T]
+        flat_T, row_T = positions[packed.flat_T], part[rollout_T]
         left_T = None if rows.tokens.sampling_mask is None else rows.tokens.sampling_mask.take(flat_T)
         computed = self.forward.computed(packed, left_T, self.loss.computed)
         new_T = next(iter(computed.values()))
@@ -204,7 +205,7 @@ class Learner:
         groups_T = np.unique(rows.groups_R[row_T], return_inverse=True)[1]
         known = given | computed | {
             "mask": torch.ones(len(new_T), dtype=torch.bool, device=new_T.device),
-            "rollout_index": torch.from_numpy(packed.row_T).to(new_T.device),
+            "rollout_index": torch.from_numpy(rollout_T).to(new_T.device),
             "group_index": torch.from_numpy(groups_T).to(new_T.device),
         }  # fmt: skip
         losses = self._call({name: known[name] for name in self.loss.columns + self.loss.computed}, new_T)

@@ -5,7 +5,9 @@ micro-batch form a tree: the prompt of a group is one path, and rollouts share a
 Only the nodes of that tree go through the model, without any padding; attention alone sees rows, and gathers
 them from the nodes by index.
 
-Axis suffixes: R rollouts, S all their tokens one after the other, T trained tokens (the mask is true),
+A rollout that is cut into several training rows has as many rows here: each attends to its own tokens alone.
+
+Axis suffixes: R rollouts (in `pack` their training rows), S all their tokens end to end, T trained tokens (mask),
 N nodes, U nodes that some trained token is predicted from, L positions of a row, B rows of a bucket,
 K ids that truncation left, of one token after the other.
 """
@@ -44,7 +46,7 @@ class TokenTree:
     flat_T: Array
     """Where they stand in S."""
     row_T: Array
-    """The rollout they belong to."""
+    """The row they belong to."""
 
     @property
     def nodes(self) -> int:
@@ -53,11 +55,11 @@ class TokenTree:
 
 
 def pack(tokens_S: Array, mask_S: Array, offsets: Array, *, share: bool = True) -> TokenTree:
-    """Pack rollouts for one pass through the model.
+    """Pack rows for one pass through the model.
 
     tokens_S: integer [S]. mask_S: bool [S], true where the policy chose the token; a first token is never
-    trained, because nothing predicts it. offsets: [R + 1], where each rollout starts in S.
-    share: compute common prefixes once; without it each rollout is a branch of its own.
+    trained, because nothing predicts it. offsets: [R + 1], where each row starts in S.
+    share: compute common prefixes once; without it each row is a branch of its own.
     """
     rollouts = len(offsets) - 1
     row_S = np.repeat(np.arange(rollouts), np.diff(offsets))

@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow import records
-from dataflow.records import AnyArray, one_chunk, per_token
+from dataflow.records import AnyArray, gather, one_chunk, per_token
 from dataflow.staleness import oldest_versions
 from dataflow.tokens.rollout_tokens import COLUMNS, RolloutTokens
+from dataflow.tokens.training_rows import cuts, unfolded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class StepRows:
     """Of all rollouts, end to end: [S]."""
     offsets: AnyArray
     """[R + 1] into S."""
+    cuts_S: AnyArray
+    """Whether a training row begins at the token that is not the rollout's first; bool."""
     groups_R: AnyArray
     """group_id of each."""
     rollout_ids_R: AnyArray
@@ -45,10 +48,25 @@ class StepRows:
 
     @cached_property
     def chosen_S(self) -> AnyArray:
-        """Whether a token is trained: the policy chose it, and it is no first one; bool."""
+        """Whether a token is trained: the policy chose it, and it is no row's first; bool."""
         chosen = self.tokens.mask.copy()
         chosen[self.offsets[:-1][np.diff(self.offsets) > 0]] = False
+        chosen[self.cuts_S] = False
         return chosen
+
+    @cached_property
+    def longest_R(self) -> AnyArray:
+        """Tokens of the longest training row of each."""
+        begins, rollouts = unfolded(self.offsets, self.cuts_S)
+        found = np.zeros(self.rollouts, np.int64)
+        np.maximum.at(found, rollouts, np.diff(begins))
+        return found
+
+    def sequences(self, rollouts: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
+        """Of some of them: where their tokens are in S, where each training row begins among these, [rows + 1], and
+        which of the chosen rollouts it is of, [rows]."""
+        positions, offsets = gather(self.offsets, rollouts)
+        return positions, *unfolded(offsets, self.cuts_S[positions])
 
     @cached_property
     def trained_R(self) -> AnyArray:
@@ -115,9 +133,13 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
             columns_R[name] = column.to_numpy(zero_copy_only=False)
     if records.TEMPERATURE in table.column_names:
         columns_R[records.TEMPERATURE] = one_chunk(table, records.TEMPERATURE).to_numpy(zero_copy_only=False)
+    rows_S = np.zeros(len(tokens), np.int32)
+    if records.TRAINING_ROW in table.column_names:
+        rows_S = per_token(table, records.TRAINING_ROW, offsets)
     return StepRows(
         tokens=tokens,
         offsets=offsets,
+        cuts_S=cuts(rows_S, offsets),
         groups_R=one_chunk(table, records.GROUP_ID).to_numpy(),
         rollout_ids_R=one_chunk(table, records.ROLLOUT_ID).to_numpy(),
         oldest_R=oldest_versions(one_chunk(table, records.VERSIONS)),

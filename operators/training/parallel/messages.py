@@ -15,7 +15,7 @@ from operators.training.learner.nonfinite import NotFinite
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows
 
-_ARRAYS = ("offsets", "groups_R", "rollout_ids_R", "oldest_R")
+_ARRAYS = ("offsets", "cuts_S", "groups_R", "rollout_ids_R", "oldest_R")
 
 # From rank 0
 
@@ -136,6 +136,7 @@ def chosen(rows: StepRows, rollouts: Array) -> StepRows:
     return StepRows(
         tokens=rows.tokens.take(positions),
         offsets=offsets,
+        cuts_S=rows.cuts_S[positions],
         groups_R=rows.groups_R[rollouts],
         rollout_ids_R=rows.rollout_ids_R[rollouts],
         oldest_R=rows.oldest_R[rollouts],

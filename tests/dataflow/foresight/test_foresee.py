@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_models import LLAMA_8B, made_model, wired
+from made_models import LLAMA_8B, made_model, reward, wired
 from made_tables import put, write_flat
 
 from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
@@ -19,7 +19,8 @@ from dataflow.foresight.report import lines
 from dataflow.foresight.spec import read_devices
 from dataflow.foresight.staleness import mean_staleness
 from dataflow.foresight.workload import Workload, read_workload
-from operators import Generator, Logprobs, Trainer
+from operators import Generator, Logprobs, Prompts, Trainer, episode
+from operators.credit import advantage
 from operators.losses import aipo
 
 EIGHT_AND_EIGHT = {"generator": 8, "trainer": 8}
@@ -327,3 +328,49 @@ def test_a_generator_is_foreseen_by_measured_servers_and_other_names_are_refused
         read_constants("guess")
     with pytest.raises(GraphError, match="constants to foresee with are 'serving:1'; take one of"):
         best_ways(graph(model), room, constants=read_constants("serving:1"))
+
+
+@episode
+async def talk(chat: Any) -> float:
+    await chat.say()
+    return 1.0
+
+
+def talks(model: Model, max_staleness: int = 2) -> Graph:
+    """As `graph`, in turns."""
+    generator = Generator(model, group_size=16, max_tokens=512, context_tokens=4096)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=64, lr=1e-6, gradient_checkpointing=True)
+    g = Graph("talks")
+    prompts = Prompts(str(Path(model.source).parent / "prompts.jsonl"))
+    trainer(advantage(reward(talk(generator, g.source(prompts)))))
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
+
+
+def test_an_episode_is_foreseen_with_its_turns_and_the_seconds_of_its_world(model: Model) -> None:
+    room = read_devices("16xH100")
+    whole = foresee(graph(model, 0), room, gpus=EIGHT_AND_EIGHT, workload=Workload(mean_tokens=512, sigma=0.0))
+    steps = {}
+    for turns, world_s in ((1, 60.0), (4, 0.0), (4, 60.0)):
+        texts = Workload(mean_tokens=512, sigma=0.0, turns={"talk": turns}, world_s={"talk": world_s})
+        found = [
+            foresee(talks(model, 0), room, gpus=EIGHT_AND_EIGHT, workload=texts, simulated=each)
+            for each in (True, False)
+        ]
+        assert found[0].step_s == pytest.approx(found[1].step_s, rel=0.15)
+        assert any(f"in {turns} turns" in each for each in found[0].assumed)
+        steps[turns, world_s] = found[0].step_s
+    assert steps[1, 60.0] == pytest.approx(whole.step_s, rel=0.02) == steps[4, 0.0]
+    assert steps[4, 60.0] == pytest.approx(whole.step_s + 3 * 60, rel=0.05)
+
+
+def test_an_episode_of_which_nobody_says_how_many_turns_it_has_is_refused(model: Model) -> None:
+    room = read_devices("16xH100")
+    with pytest.raises(
+        GraphError, match=r"'talk' is an episode, and nobody knows.*give --workload talk.turns=4,talk.world"
+    ):
+        foresee(talks(model), room, gpus=EIGHT_AND_EIGHT)
+    with pytest.raises(GraphError, match="tells of turns of 'reward', which is no episode"):
+        foresee(talks(model), room, gpus=EIGHT_AND_EIGHT, workload=read_workload("reward.turns=2"))
+    with pytest.raises(GraphError, match="give 1 or more"):
+        read_workload("talk.turns=0")

@@ -62,11 +62,11 @@ def test_one_that_waits_for_a_slow_scorer_is_as_fast_as_that() -> None:
 @given(
     staleness=st.integers(0, 5), replicas=st.integers(1, 4), slots=st.integers(1, 70), mean=st.floats(2, 60),
     drops=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 1000), train=st.floats(0.001, 0.5),
-    fails=st.sampled_from([0.0, 600.0]), shared=st.booleans(), together=st.integers(1, 4),
+    fails=st.sampled_from([0.0, 600.0]), shared=st.booleans(), together=st.integers(1, 4), turns=st.integers(1, 3),
 )  # fmt: skip
 def test_whatever_is_simulated_trains_every_step_within_the_bound(
     staleness: int, replicas: int, slots: int, mean: float, drops: float, seed: int, train: float, fails: float,
-    *, shared: bool, together: int,
+    *, shared: bool, together: int, turns: int,
 ) -> None:  # fmt: skip
     found = simulate(scenario(
         slots, max_staleness=staleness, replicas=replicas, lengths=Lengths.drawn(mean, 300, 1.0), seed=seed, steps=12,
@@ -77,7 +77,7 @@ def test_whatever_is_simulated_trains_every_step_within_the_bound(
             shared=shared,
         ),
         failures=Failures(generator_per_hour=fails, trainer_per_hour=fails / 4, restart_s=0.5, lost_s=0.5),
-        processors=Processors(cores=2) if shared else Processors(),
+        processors=Processors(cores=2) if shared else Processors(), turns=turns, world_s=0.01,
     ))  # fmt: skip
     _law(found, staleness, steps=12, rollouts=64)
 
@@ -124,3 +124,20 @@ def test_a_clock_gives_each_of_three_on_two_cores_two_thirds() -> None:
         if clock.now == pytest.approx(3.0) and event.act is not None:
             assert clock.cancel(event) == pytest.approx(3 / 9)
     assert ended == {"a": pytest.approx(3.0), "b": pytest.approx(3.0), "c": pytest.approx(5.0)}
+
+
+def test_a_rollout_in_turns_waits_for_its_world_between_them_and_has_no_slot_meanwhile() -> None:
+    """64 rollouts of 100 tokens: in five turns a step waits four times for the world; with half the slots the others
+    are decoded meanwhile, and a step is longer by one turn alone."""
+    alone = simulate(scenario(max_staleness=0, turns=5, world_s=0.5))
+    assert alone.step_s == pytest.approx(0.1 + 4 * 0.5 + 0.05, rel=1e-6)
+    assert alone.busy["generator"] == pytest.approx(0.1 / alone.step_s, rel=0.01)
+    half = simulate(scenario(slots=32, max_staleness=0, turns=5, world_s=0.5))
+    assert alone.step_s < half.step_s <= alone.step_s + 0.1 / 5 + 1e-6
+    free = simulate(scenario(max_staleness=0, turns=5))
+    assert free.step_s == pytest.approx(0.1 + 0.05, rel=0.05)
+
+
+def test_asynchrony_hides_the_world() -> None:
+    steps = [simulate(scenario(slots=256, max_staleness=bound, turns=2, world_s=0.2)).step_s for bound in (0, 4)]
+    assert steps[0] == pytest.approx(0.1 + 0.2 + 0.05, rel=0.01) and steps[1] < 0.6 * steps[0]

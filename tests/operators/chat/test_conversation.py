@@ -8,8 +8,9 @@ from serving_rig import tiny_llama
 from template_rig import CHATML, MOVING, STRIPPING, TOOL, call, check_rows, conversed, rng_of, sampled, tokenizer_for
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.training_rows import NO_TURN
 from operators.chat.chat_format import ChatError, ChatFormat
-from operators.chat.conversation import NO_TURN, Conversation
+from operators.chat.conversation import Conversation
 
 USER = {"role": "user", "content": "hello"}
 PLAIN = (

@@ -100,7 +100,10 @@ def test_called_without_a_stream_it_is_the_function() -> None:
 def test_what_is_returned_and_what_is_a_turn_are_columns() -> None:
     g, _ = graph(top_k=4, sampling_mask=True)
     columns = next(call.output.columns for call in g.calls if call.operator.name == "guess")
-    assert list(columns)[-4:] == ["sampling_mask", "turn", "turn_reward", "guess"]
+    assert list(columns)[-8:] == [
+        "sampling_mask", "turn", "turn_reward", "training_row", "row_conversation", "row_role", "row_branch_turn",
+        "guess",
+    ]  # fmt: skip
 
 
 async def plain(chat: Any, answer: str) -> None: ...
@@ -139,6 +142,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a column's type": (lambda: applied(guess, columns={"answer": int}), "reads column 'answer' as str .*; change the"),
     "no turns": (lambda: applied(dataclasses.replace(guess, max_turns=0)), "has max_turns=0; give a whole number"),
     "no time": (lambda: applied(dataclasses.replace(guess, timeout_s=0)), "has timeout_s=0; give seconds above 0"),
+    "another past": (lambda: applied(dataclasses.replace(guess, past="kept")), "has past='kept'; give one of "),
     "processes inside the worker": (
         lambda: applied(dataclasses.replace(guess, isolate=False, processes=2)), "but isolate=False; leave isolate=T",
     ),
@@ -162,7 +166,8 @@ def test_several_replicas_of_an_episode_are_refused() -> None:
     assert plan(g, Devices(cpus=4), replicas={"generator": 2}).placements["generator"].replicas == 2
 
 
-def test_an_episode_over_several_hosts_is_refused() -> None:
+def test_an_episode_may_be_on_another_host_than_its_generator() -> None:
     g, _ = graph()
-    with pytest.raises(GraphError, match="'guess' is an episode, whose turns stay on one machine.*; leave hosts out"):
-        plan(g, Devices.of([Host(name="a", cpus=4), Host(name="b", cpus=4)]))
+    hosts = Devices.of([Host(name="a", cpus=4), Host(name="b", cpus=4)])
+    made = plan(g, hosts, place={"generator": "a", "guess": "b"})
+    assert made.placements["guess"].hosts == ("b",) and made.placements["generator"].hosts == ("a",)

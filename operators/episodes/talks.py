@@ -1,0 +1,194 @@
+"""All conversations of one rollout: the first, those of agents in other roles, branches; one budget for all. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from dataflow.records import ROW_BRANCH_TURN, ROW_CONVERSATION, ROW_ROLE, TRAINING_ROW, TURN, TURN_REWARD, AnyArray
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.training_rows import NO_TURN, TrainingRow, end_to_end
+from operators.episodes.dialogue import Context, Dialogue, SaidTurn, TurnRequest, row_ids, turn_rewards
+
+
+@dataclass(frozen=True)
+class TalkOrigin:
+    """How a conversation begins."""
+
+    role: str = ""
+    branch_of: int = -1
+    """The conversation that it goes on from; -1: none."""
+    at: int = 0
+    """How many of that one's turns it goes on from."""
+    history: str | None = None
+    """What it begins with, as `chat.rewriting` has it; None: the prompt."""
+
+
+FIRST = TalkOrigin()
+"""Of the conversation with the rollout's prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTalk:
+    """A turn as it is written down, and which conversation it is of."""
+
+    conversation: int
+    number: int
+    """Among the turns of the conversation, those that it branched from counted."""
+    origin: str | None
+    """With its first own turn, where it is not the first conversation, how it began, and a checksum of what it went on
+    from."""
+    turn: SaidTurn
+
+
+Begin = Callable[[str | None], tuple[AnyArray, Context]]
+"""What a conversation with some history begins with in tokens, and what lays out what is said in it."""
+
+
+@dataclass(kw_only=True)
+class Talks:
+    """What the policy and the world said in one rollout."""
+
+    key: str
+    """Seed of the run, source, group and position."""
+    max_turns: int
+    max_tokens: int
+    """That the policy may say in all conversations together."""
+    begin: Begin
+    talks: dict[int, Dialogue] = field(default_factory=dict)
+    """By conversation."""
+    origins: dict[int, TalkOrigin] = field(default_factory=dict)
+    rewards: Sequence[Sequence[float]] = ()
+    """Of the turns that the function has had, by conversation."""
+
+    def __post_init__(self) -> None:
+        self._talk(0, FIRST)
+
+    @property
+    def temperature(self) -> float | None:
+        """At which its turns are sampled; None before the first."""
+        said = (turn for number, turns in self._had() for turn in turns)
+        return next((turn.temperature for turn in said), None)
+
+    def ask(
+        self, heard: Sequence[str], most: int | None, *, rewards: Sequence[Sequence[float]] = ((),),
+        rewritten: str | None = None, conversation: int = 0, origin: TalkOrigin = FIRST,
+    ) -> TurnRequest | str | None:  # fmt: skip
+        """The function asks for its next turn in a conversation; see `Dialogue.ask`."""
+        self.rewards = rewards
+        talk = self._talk(conversation, origin)
+        others = [turn for number, turns in self._had() if number != conversation for turn in turns]
+        talk.max_turns = self.max_turns - len(others)
+        talk.max_tokens = self.max_tokens - sum(len(turn.tokens) for turn in others)
+        talk.temperature = self.temperature
+        return talk.ask(talk.inherited + len(rewards[conversation]), heard, most, rewritten)
+
+    def is_drawing(self, conversation: int) -> bool:
+        """Whether a turn of it is being drawn."""
+        talk = self.talks.get(conversation)
+        return talk is not None and talk.waiting is not None
+
+    def answer(
+        self, conversation: int, tokens: RolloutTokens, text: str, finish_reason: str, temperature: float | None = None
+    ) -> KeptTalk | None:
+        """What the policy said in the turn that was asked for in a conversation, as it is to be written down; see
+        `Dialogue.answer`."""
+        talk, origin = self.talks[conversation], None
+        turn = talk.answer(tokens, text, finish_reason, temperature)
+        if turn is None:
+            return None
+        number = len(talk.turns) - 1
+        if conversation and number == talk.inherited:
+            origin = json.dumps([*astuple(self.origins[conversation]), _seen(talk)])
+        return KeptTalk(conversation, number, origin, turn)
+
+    def recall(self, kept: Iterable[KeptTalk]) -> None:
+        """Begin with what an earlier process wrote down, in its order; a later one may have drawn a turn anew."""
+        for each in kept:
+            if each.origin is not None:
+                *origin, seen = json.loads(each.origin)
+                parent = self.talks.get(origin[1])
+                if origin[2] > (0 if parent is None else len(parent.turns)):
+                    continue
+                if _seen(self._talk(each.conversation, TalkOrigin(*origin))) != seen:
+                    del self.talks[each.conversation]
+            talk = self.talks.get(each.conversation)
+            if talk is not None and talk.inherited <= each.number <= len(talk.turns):
+                talk.turns[each.number :] = [each.turn]
+
+    def end(self, rewards: Sequence[Sequence[float]]) -> None:
+        """The function has returned, having had so many turns in each conversation."""
+        self.rewards = rewards
+        for number, talk in list(self.talks.items()):
+            talk.end(len(rewards[number]) if number < len(rewards) else 0)
+
+    def columns(self) -> tuple[RolloutTokens, Mapping[str, Any]]:
+        """Its tokens, conversation after conversation, and the columns of `records.EPISODE_COLUMNS`; of one in which
+        the policy said nothing, the prompt."""
+        rows: list[TrainingRow] = []
+        owners: list[int] = []
+        given: list[float] = []
+        firsts: dict[int, int] = {}
+        branched: dict[int, int] = {}
+        for number in sorted(self.talks):
+            talk, origin = self.talks[number], self.origins[number]
+            firsts[number], branched[number] = len(given) - talk.inherited, -1
+            if origin.at:
+                branched[number] = firsts[origin.branch_of] + origin.at - 1
+            found = talk.rows(len(given))
+            rewards = self.rewards[number] if number < len(self.rewards) else ()
+            given += [*rewards[: len(talk.own)], *(0.0 for _ in talk.own[len(rewards) :])]
+            rows += found
+            owners += [number] * len(found)
+        if not rows:
+            rows, owners = [TrainingRow.of([(RolloutTokens.given(self.talks[0].prompt), NO_TURN)])], [0]
+        tokens, turns_S, rows_S = end_to_end(rows)
+        return tokens, {
+            TURN: turns_S, TURN_REWARD: turn_rewards(turns_S, given), TRAINING_ROW: rows_S,
+            ROW_CONVERSATION: owners, ROW_ROLE: [self.origins[number].role for number in owners],
+            ROW_BRANCH_TURN: [branched[number] for number in owners],
+        }  # fmt: skip
+
+    def text(self, last: Sequence[Sequence[str]] = ()) -> str:
+        """What was said and heard after the prompt; of several conversations one after the other, each below its role
+        or its number. last: heard after the last turn, by conversation."""
+        texts = {
+            number: self.talks[number].text(last[number] if number < len(last) else ()) for number in sorted(self.talks)
+        }
+        if len(texts) == 1:
+            return texts[0]
+        heads = {number: self.origins[number].role or str(number) for number in texts}
+        return "\n".join(f"[{heads[number]}]\n{text}" for number, text in texts.items() if text)
+
+    def _had(self) -> list[tuple[int, list[SaidTurn]]]:
+        """The turns that the function has had, by conversation."""
+        counts = enumerate(map(len, self.rewards))
+        return [(number, self.talks[number].own[:count]) for number, count in counts if number in self.talks]
+
+    def _talk(self, number: int, origin: TalkOrigin) -> Dialogue:
+        """The conversation of this number; a new one where that began otherwise."""
+        known = self.talks.get(number)
+        parent = self.talks.get(origin.branch_of)
+        before = [] if parent is None else parent.turns[: origin.at]
+        is_same = known is not None and self.origins[number] == origin and known.inherited == len(before)
+        if known and is_same and all(one is other for one, other in zip(known.turns, before, strict=False)):
+            return known
+        prompt, context = self.begin(origin.history)
+        key = f"{self.key}#{number}" if number else self.key
+        self.talks[number] = Dialogue(
+            key=key, prompt=prompt, max_turns=self.max_turns, max_tokens=self.max_tokens, context=context,
+            turns=before, inherited=len(before),
+        )  # fmt: skip
+        self.origins[number] = origin
+        return self.talks[number]
+
+
+def _seen(talk: Dialogue) -> int:
+    """A checksum of what a conversation went on from."""
+    before = row_ids(talk.prompt, talk.turns[: talk.inherited])
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(before, np.int64).tobytes()) >> 1
