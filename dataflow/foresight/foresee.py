@@ -17,7 +17,7 @@ from dataflow.foresight.generation import GeneratorReplica, generate, prefill, s
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
-from dataflow.foresight.scenarios import Foreground, between, episode_of, once_s, scenario_of
+from dataflow.foresight.scenarios import Foreground, Operation, between, episode_of, once_s, scenario_of
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
