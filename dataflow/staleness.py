@@ -97,16 +97,6 @@ def newest_versions(versions: pa.ListArray | pa.ChunkedArray) -> AnyArray:
     return _of_each(versions, np.maximum, -1)
 
 
-def staleness_at(step: int, versions: pa.ListArray | pa.ChunkedArray) -> pa.Array:
-    """Versions that each rollout's oldest token is behind those that a step begins with, int64 [rows]; null where the
-    policy chose none.
-
-    versions: as `oldest_versions` has them.
-    """
-    oldest = oldest_versions(versions)
-    return pa.array(step - 1 - oldest, pa.int64(), mask=oldest == NO_TOKEN)
-
-
 def _of_each(versions: pa.ListArray | pa.ChunkedArray, reduce: np.ufunc, none: int) -> AnyArray:
     """The versions of each rollout reduced to one; `none` counts for tokens that the policy did not choose."""
     column = versions.combine_chunks() if isinstance(versions, pa.ChunkedArray) else versions

@@ -24,6 +24,19 @@ class SentVersion(Protocol):
     def held_s(self) -> float:
         """The longest that taking it has kept the loop of one of them, 0 until one has taken it; in seconds."""
 
+    @property
+    def whole_bytes(self) -> int:
+        """What the bytes of all pairs would have been without deltas."""
+
+    @property
+    def committed_s(self) -> float:
+        """As the trainer sees it: from the start until it heard that all ranks of the reader compute with it, else 0;
+        in seconds."""
+
+    @property
+    def taken_s(self) -> float:
+        """As the reader sees it: the longest time of one of its ranks from its arrival until it computed with it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh:
@@ -54,7 +67,8 @@ class WeightsOut(Protocol):
     """The trainer's end of the weight plane (transport/weights).
 
     One that sends over links also has `traffic`: bytes of weights sent so far, by all ranks of the trainer, and what
-    these would have been without deltas."""
+    these would have been without deltas. One that quantizes has `full_share`: how many times as many bytes a version
+    would have without that."""
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer a version; False when it goes out later (by `poll`), because readers still hold both buffers."""

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,9 +141,14 @@ class RunFolder:
         step = checkpoints.latest(at_most)
         return None if step is None else checkpoints.folder(step)
 
-    def note_activity(self, seconds: float, nodes: Mapping[str, Any]) -> None:
-        """Add a line to activity.jsonl: what each node has done after so many seconds of training."""
-        self.extras.append(self.activity, to_json({"seconds": round(seconds, 4), "nodes": nodes}))
+    def note_activity(
+        self, seconds: float, nodes: Mapping[str, Any], edges: Mapping[str, Mapping[str, Sequence[int]]] | None = None
+    ) -> None:
+        """Add a line to activity.jsonl: what each node has done after so many seconds of training, and what has crossed
+        each data edge."""
+        self.extras.append(
+            self.activity, to_json({"seconds": round(seconds, 4), "nodes": nodes, "edges": edges or {}})
+        )  # fmt: skip
 
     def read_activity(self) -> list[dict[str, Any]]:
         """Its lines; none where it is not there. A torn one is left out."""

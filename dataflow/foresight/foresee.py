@@ -38,6 +38,8 @@ T = TypeVar("T", bound=Operator)
 
 SIMULATED_STEPS = 60
 """Where nobody says how many; of a longer run so many are looked at."""
+BRIEF_STEPS = 18
+"""Of a simulation that is to tell placements apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +100,15 @@ def foresee(
     graph: Structure, devices: Devices, *, gpus: Wishes | None = None, replicas: Mapping[str, int] | None = None,
     ranks: Mapping[str, int] | None = None, workload: Workload | None = None, steps: int | None = None,
     constants: Constants = ASSUMED_CONSTANTS, failures: Failures | None = None, simulated: bool = True,
-    place: Place | None = None,
+    place: Place | None = None, brief: bool = False,
 ) -> Foreseen:  # fmt: skip
     """The plan on these devices, and what it takes: seconds of a step, who waits, memory, staleness.
 
     gpus, replicas, ranks, place: as `plan` has them; devices without accelerators compute on their cores. simulated: by
-    a run of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no credit,
-    and nothing of cores that are shared. GraphError where `check` or `plan` refuses, for a graph without one generator
-    and one trainer, for a model whose config.json is not at hand."""
+    a run of the graph by the clock; else by closed forms, in a hundredth of the time, which know no tails, no
+    credit, and nothing of cores that are shared. brief: simulate few steps, to tell placements apart. GraphError
+    where `check` or `plan` refuses, for a graph without one generator and one trainer, for a model whose
+    config.json is not at hand."""
     ground = _ground(graph, devices, gpus, replicas, ranks, place, workload or Workload(), steps, constants)
     costed = {each.node: each for each in _closed(ground)}
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
@@ -115,7 +118,7 @@ def foresee(
         max_staleness=ground.max_staleness, gpus=devices.gpus, gpu_hours=None, assumed=(),
         constants=constants,
     )  # fmt: skip
-    made = _by_simulation(made, ground, steps, failures) if simulated else _by_closed_forms(made, ground)
+    made = _by_simulation(made, ground, steps, failures, brief) if simulated else _by_closed_forms(made, ground)
     made = replace(made, assumed=_assumed(ground))  # measured steps know by now what was asked of them
     if steps is None or not devices.gpus:
         return made
@@ -167,8 +170,11 @@ def _ground(
     )  # fmt: skip
 
 
-def _by_simulation(made: Foreseen, ground: Foreground, steps: int | None, failures: Failures | None) -> Foreseen:
-    looked_at = min(steps or SIMULATED_STEPS, max(SIMULATED_STEPS, 6 * (ground.max_staleness + 2)))
+def _by_simulation(
+    made: Foreseen, ground: Foreground, steps: int | None, failures: Failures | None, brief: bool
+) -> Foreseen:
+    most = BRIEF_STEPS if brief else SIMULATED_STEPS
+    looked_at = min(steps or most, max(most, (4 if brief else 6) * (ground.max_staleness + 2)))
     found = simulate(scenario_of(ground, steps=max(3, looked_at), failures=failures))
     shares = {ground.generator.name: "generator", ground.trainer.name: "trainer"}
     operations = tuple(

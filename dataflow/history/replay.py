@@ -104,6 +104,9 @@ class Compared:
     loss: float | None
     recorded_grad_norm: float | None
     grad_norm: float | None
+    other_logprobs: int | None = None
+    """Tokens of which the trainer now computes another log-probability than the run has kept; None: it has
+    kept none, or the loss is another one."""
 
     @property
     def difference(self) -> float:
@@ -145,6 +148,7 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
         yield Compared(
             step=step.step, recorded_loss=_finite(step.metrics.get("loss")), loss=_finite(found["loss"]),
             recorded_grad_norm=_finite(step.metrics.get("grad_norm")), grad_norm=_finite(found["grad_norm"]),
+            other_logprobs=None if wishes.loss or "other_logprobs" not in found else int(found["other_logprobs"]),
         )  # fmt: skip
 
 
@@ -202,14 +206,19 @@ def report_replay(graph: Graph, wishes: Wishes) -> int:
         if not wishes.json:
             print(_line(each), flush=True)
     same = sum(each.difference <= wishes.tolerance for each in compared)
-    status = 0 if wishes.loss or same == len(compared) else 1
+    kept = [each.other_logprobs for each in compared if each.other_logprobs is not None]
+    repeats = same == len(compared) and (wishes.tolerance > 0 or not any(kept))
+    status = 0 if wishes.loss or repeats else 1
     if wishes.json:
         steps = [dataclasses.asdict(each) | {"difference": _finite(each.difference)} for each in compared]
         facts = {"run": wishes.run, "loss": wishes.loss or None, "same": same, "steps": steps}
+        facts["other_logprobs"] = sum(kept) if kept else None
         print(json.dumps(facts, allow_nan=False))
     elif not wishes.loss:
         exactly = "bit for bit" if not wishes.tolerance else f"within {wishes.tolerance:g}"
         print(f"{same} of {len(compared)} losses are the recorded ones, {exactly}")
+        if kept:
+            print(f"{sum(kept) or 'no'} tokens have other log-probabilities than the trainer computed in the run")
         if status:
             print(_why(graph, wishes))
     return status

@@ -15,8 +15,11 @@ from dataflow.graph import Graph
 from dataflow.history.describe import consumers, described
 from dataflow.system.files import RunFolderError, to_json
 from dataflow.system.optional_files import Kind
+from dataflow.worker.kept_counts import EdgeSums, known_edges
 
-TIMES: Mapping[str, Kind] = {"outcome": str, "seconds": (int, float), "busy_seconds": dict, "beside_seconds": dict}
+TIMES: Mapping[str, Kind] = {
+    "outcome": str, "seconds": (int, float), "busy_seconds": dict, "beside_seconds": dict, "edges": dict,
+}  # fmt: skip
 """What times.json holds, once it is there."""
 CUT_OFF = "round cut off"
 """Why groups of an evaluation are dropped that had not finished when their run ended."""
@@ -34,6 +37,8 @@ class Begun:
     """Of training, in the parts of the run before this one, as far as they are known."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     beside_seconds: Mapping[str, float] = field(default_factory=dict)
+    edges: EdgeSums = field(default_factory=dict)
+    """By data edge, what has crossed it in those parts; as `kept_counts.total` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +165,7 @@ def take_up(folder: RunFolder, graph: Graph, recorded: RecordedRun, steps: int |
     return Begun(
         steps=made, rounds=rounds, seconds=float(times.get("seconds", 0.0)),
         busy_seconds=times.get("busy_seconds", {}), beside_seconds=times.get("beside_seconds", {}),
+        edges=known_edges(times.get("edges")),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.rollout_view import vocabulary_of
 from dataflow.live import one_rollout, picture
+from dataflow.live.edges import newest_of
 from dataflow.live.knobs import settable_now
 from dataflow.live.looks import Ask, Looks
 from dataflow.live.marks import Marks
@@ -189,11 +190,7 @@ class PageQuery:
 
 def _now(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
     read = run.metrics.look()
-    newest = {
-        node: {key: line.get(key) for key in ("step", "staleness_mean", "staleness_max", "seconds_publish")}
-        | {"weights_sent": line.get("weights_sent")}
-        for node, line in run.metrics.newest.items()
-    }  # fmt: skip
+    newest = {node: newest_of(line) for node, line in run.metrics.newest.items()}
     return run.looks.look() | {
         "read": round(read, 3), "changes": run.metrics.changes, "newest": newest,
         "has_trace": run.folder.trace.is_file(),

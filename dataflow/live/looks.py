@@ -15,7 +15,9 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
+from dataflow.live.edges import counted, data_edges, data_edges_of
 from dataflow.live.ended import told_of_the_end
+from dataflow.worker.kept_counts import EdgeSums, known_edges
 from dataflow.worker.state_clock import BESIDE, STATES
 
 Ask = Callable[[RunFolder, float], Mapping[str, Any]]
@@ -43,7 +45,7 @@ class Looks:
         self._folder, self._ask, self._clock = folder, ask, clock
         self._next = float("-inf")
         self._found: dict[str, Any] = {}
-        self._past: collections.deque[tuple[float, Mapping[str, Any]]] = collections.deque()
+        self._past: collections.deque[tuple[float, Mapping[str, Any], EdgeSums | None]] = collections.deque()
 
     def look(self) -> dict[str, Any]:
         """The run as it is now, or was a moment ago."""
@@ -61,19 +63,19 @@ class Looks:
 
     def _live(self, told: Mapping[str, Any]) -> dict[str, Any]:
         facts = gather(self._folder, told, during_s=0.0, wake=False)
-        self._past.append((self._clock(), _sums(told)))
+        self._past.append((self._clock(), _sums(told), counted(told)))
         while len(self._past) > 2 and self._past[-1][0] - self._past[1][0] >= WINDOW_S:
             self._past.popleft()
-        (then, before), (now, sums) = self._past[0], self._past[-1]
+        (then, before, crossed_before), (now, sums, crossed) = self._past[0], self._past[-1]
         spent = {node: _less(sums[node], before[node]) for node in sums if node in before} if now > then else {}
         passed = now - then
         nodes = [_node(node, spent.get(node.name), passed) for node in facts.nodes.values()]
-        rows = {node["name"]: (node["rows_in_s"], node["rows_out_s"]) for node in nodes}
         return {
             "state": "under way", "phase": facts.phase.replace("_", " "), "draining": facts.draining,
             "sentence": verdict(facts), "bottleneck": bottleneck(facts),
             "step": facts.step, "steps": facts.steps, "still_s": round(facts.still_s, 1),
-            "over_s": round(passed, 1), "nodes": nodes, "edges": _edges(facts, rows), "weights": _weights(facts),
+            "over_s": round(passed, 1), "nodes": nodes, "weights": _weights(facts),
+            "edges": data_edges(facts.edges, crossed, crossed_before, passed),
         }  # fmt: skip
 
     def _from_files(self) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class Looks:
         done, passed = whole(line for _, line in self._folder.stream_activity(0))
         nodes = [_ended(str(each.get("name")), done.get(str(each.get("name")), {}), passed)
                  for each in graph.get("nodes", [])]  # fmt: skip
-        rows = {node["name"]: (node["rows_in_s"], node["rows_out_s"]) for node in nodes}
+        crossed = known_edges(times["edges"]) if "edges" in times else None
         versions = {node["name"]: node["version"] for node in nodes}
         kept = [(str(e["from"]), str(e["to"])) for e in graph.get("edges", []) if e.get("plane") == "weights"]
         bound = _bounded(nodes, config)
@@ -95,7 +97,8 @@ class Looks:
             "draining": False, "step": None, "steps": None, "still_s": None,
             "sentence": told_of_the_end(outcome, passed, nodes, bound),
             "over_s": passed, "seconds": seconds if isinstance(seconds, int | float) else None,
-            "nodes": nodes, "edges": _rates(graph, rows), "weights": [_versions(*ends, versions) for ends in kept],
+            "nodes": nodes, "weights": [_versions(*ends, versions) for ends in kept],
+            "edges": data_edges(data_edges_of(graph), crossed, {}, float(seconds or 0.0)),
         }  # fmt: skip
 
 
@@ -206,46 +209,6 @@ def _per_second(spent: Mapping[str, float] | None, passed: float) -> dict[str, f
         known = spent is not None and passed > 0 and (key != "tokens" or bool(spent.get(key)))
         found[f"{key}_s"] = round(spent.get(key, 0.0) / passed, 3) if known and spent is not None else None
     return found
-
-
-def _edges(facts: Facts, rows: Mapping[str, tuple[float | None, float | None]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "from": edge.producer, "to": edge.consumer, "source": edge.source, "depth": edge.depth,
-            "capacity": edge.capacity, "rows_s": rows_of(edge.producer, edge.consumer, _ends(facts), rows),
-        }
-        for edge in facts.edges
-    ]  # fmt: skip
-
-
-def _rates(
-    graph: Mapping[str, Any], rows: Mapping[str, tuple[float | None, float | None]]
-) -> list[dict[str, Any]]:  # fmt: skip
-    data = [edge for edge in graph.get("edges", []) if edge.get("plane") == "data"]
-    ends = [(str(edge["from"]), str(edge["to"])) for edge in data]
-    return [
-        {
-            "from": edge["from"], "to": edge["to"], "source": edge.get("source"), "depth": None, "capacity": None,
-            "rows_s": rows_of(edge["from"], edge["to"], ends, rows),
-        }
-        for edge in data
-    ]  # fmt: skip
-
-
-def _ends(facts: Facts) -> list[tuple[str, str]]:
-    return [(edge.producer, edge.consumer) for edge in facts.edges]
-
-
-def rows_of(
-    producer: str, consumer: str, ends: list[tuple[str, str]], rows: Mapping[str, tuple[float | None, float | None]]
-) -> float | None:  # fmt: skip
-    """Rows per second on an edge, where that is known: a run counts rows by node, so of one that is the only way into
-    its consumer, or the only way out of its producer."""
-    if sum(end == consumer for _, end in ends) == 1:
-        return rows.get(consumer, (None, None))[0]
-    if sum(begin == producer for begin, _ in ends) == 1:
-        return rows.get(producer, (None, None))[1]
-    return None
 
 
 def _weights(facts: Facts) -> list[dict[str, Any]]:

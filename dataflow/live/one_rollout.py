@@ -1,6 +1,7 @@
 """One rollout in full, a part at a time: its texts, its tokens with their numbers, its group."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow.compute as pc
 from dataflow import records
 from dataflow.history.rollout_view import scores
 from dataflow.live.rollouts import cut, matching_columns, number
+from dataflow.tokens.rollout_tokens import NO_VERSION
 
 TEXT = 4_000
 """Characters of a text that are shown at once."""
@@ -38,7 +40,9 @@ def one(table: pa.Table, row: int) -> dict[str, Any]:
         "rollout_id": found[records.ROLLOUT_ID], "group_id": found[records.GROUP_ID],
         "prompt_id": cut(found[records.PROMPT_ID]), "position": found[records.POSITION],
         "finish_reason": found[records.FINISH_REASON], "texts": texts, "columns": columns, "tokens": len(tokens),
-        "colours": [*_ratio(found), *matching_columns(found, len(tokens))], "has_ratio": bool(_ratio(found)),
+        "colours": [*_ratio(found), *matching_columns(found, len(tokens))],
+        "has_ratio": bool(_ratio(found)),
+        "no_ratio": _no_ratio(found),
         "turns": turns_of(found.get(records.MASK) or []),
         "group": [_member(table, at) for at in rows[:GROUP]], "group_count": len(rows),
     }  # fmt: skip
@@ -75,8 +79,9 @@ def tokens_of(
     found = _row(table, row)
     ids, mask = found[records.TOKENS], found[records.MASK]
     if colour == RATIO and _ratio(found):
-        new, old = found["new_logprobs"], found[records.LOGPROBS]
-        numbers: list[Any] = np.exp(np.subtract(new, old, dtype=np.float64)).tolist()
+        new, old = np.array(found[records.NEW_LOGPROBS], np.float64), np.array(found[records.LOGPROBS], np.float64)
+        ratios = np.exp(new - old).tolist()
+        numbers: list[Any] = [None if math.isnan(ratio) else ratio for ratio in ratios]
     elif colour in matching_columns(found, len(ids)):
         numbers = found[colour]
     else:
@@ -100,9 +105,17 @@ def _row(table: pa.Table, row: int) -> dict[str, Any]:
 
 
 def _ratio(row: Mapping[str, Any]) -> list[str]:
-    """Whether the trainer's own log-probabilities are stored beside the generator's."""
-    new, old = row.get("new_logprobs"), row.get(records.LOGPROBS)
-    return [RATIO] if isinstance(new, list) and isinstance(old, list) and len(new) == len(old) else []
+    """Whether the trainer's own log-probabilities are stored beside the generator's, of a rollout that weights drew."""
+    new, old = row.get(records.NEW_LOGPROBS), row.get(records.LOGPROBS)
+    drawn = max(row.get(records.VERSIONS) or [NO_VERSION]) > NO_VERSION
+    return [RATIO] if drawn and isinstance(new, list) and isinstance(old, list) and len(new) == len(old) else []
+
+
+def _no_ratio(row: Mapping[str, Any]) -> str:
+    """Why there is none."""
+    if records.NEW_LOGPROBS not in row:
+        return "not stored: the trainer keeps no new_logprobs, or this was an evaluation"
+    return "not stored: no weights drew it" if row[records.NEW_LOGPROBS] else "not stored: its step did not train it"
 
 
 def _member(table: pa.Table, at: int) -> dict[str, Any]:

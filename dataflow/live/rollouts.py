@@ -17,7 +17,7 @@ from dataflow.errors import RunError
 from dataflow.folder.rollout_files import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.which import counted_files
-from dataflow.staleness import staleness_at
+from dataflow.tokens.ages import staleness_at
 
 FILES = 24
 """That one question looks into, if they are not too large together."""
@@ -30,7 +30,14 @@ KEPT_ROWS = 200_000
 """Of files that were looked into, which a page further on needs again."""
 SHORT = 160
 """Characters of a text in a table."""
-UNREAD = (records.TOKENS, records.LOGPROBS, records.SAMPLING_MASK, records.REF_LOGPROBS, records.VALUES)
+UNREAD = (
+    records.TOKENS,
+    records.LOGPROBS,
+    records.SAMPLING_MASK,
+    records.REF_LOGPROBS,
+    records.VALUES,
+    records.NEW_LOGPROBS,
+)
 KINDS = ("step", "eval")
 _FIXED = frozenset((*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS))
 

@@ -61,7 +61,8 @@ class Run:
         return described(self.folder)[1]
 
     def rollouts(self, columns: Collection[str] | None = None, trainer: str | None = None) -> pa.Table:
-        """All that was trained and evaluated, one row each: its columns, and outcome, node, source, step, staleness.
+        """All that was trained and evaluated, one row each: its columns, and outcome, node, source, step, staleness
+        with both parts of it; `new_logprobs` of trained ones, whose importance ratios are exp(new_logprobs - logprobs).
 
         columns: only these, which saves memory; None: all. trainer: whose steps; None: of all that lead.
         Errors: RunFolderError for a damaged file."""
@@ -88,6 +89,11 @@ class Run:
     def evaluations(self) -> pa.Table:
         """A row for each evaluation."""
         return tables.table_of(tables.read_lines(self.folder).evaluations)
+
+    def edges(self) -> pa.Table:
+        """A row for each data edge: what has crossed it so far, counted where it begins (`sent_...`) and where it ends
+        (`received_...`), and what its sender was told is done with (`acknowledged_...`): batches, rows, bytes."""
+        return tables.edge_table(self.folder)
 
     def faults(self) -> pa.Table:
         """A row for each end of a worker that the run did not ask for."""

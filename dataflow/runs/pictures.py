@@ -40,6 +40,11 @@ FIGURES = (
     Figure("seconds_step", "seconds of a step", True),
     Figure("signal_share", "groups whose rewards differ", True),
     Figure("staleness_max", "staleness, versions, most", True),
+    Figure("staleness_generating_mean", "versions made while a rollout was generated, mean", True),
+    Figure("staleness_waiting_mean", "versions made while it waited for its step, mean", True),
+    Figure("weights_trainer_seconds", "seconds of an exchange of weights, as the trainer sees it", True),
+    Figure("weights_reader_seconds", "the same, as the reader sees it", True),
+    Figure("weights_moved_bytes", "bytes of an exchange of weights", True),
 )  # fmt: skip
 """Those that matter first, in their order."""
 DOZEN = 12

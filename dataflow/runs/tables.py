@@ -13,18 +13,23 @@ from dataflow.folder.finished import File
 from dataflow.folder.rollout_files import arrow_schema, stream_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
+from dataflow.history.resume import TIMES
 from dataflow.records import DROP_REASON, OF_SOURCE, VERSIONS, group_slices
 from dataflow.runs.which import TRAINED, Part, check_trainer, fates_of, leaders_of, trainers_of
-from dataflow.staleness import staleness_at
 from dataflow.system.files import RunFolderError
+from dataflow.tokens.ages import staleness_at, staleness_parts
+from dataflow.worker.kept_counts import ENDS, UNITS, known_edges
 
 OUTCOME, NODE, SOURCE, STEP, STALENESS = "outcome", "node", "source", "step", "staleness"
+GENERATING, WAITING = "staleness_generating", "staleness_waiting"
 ADDED: Mapping[str, pa.DataType] = {
     OUTCOME: pa.string(),  # trained | evaluated | dropped | in flight
     NODE: pa.string(),  # the trainer or evaluation
     SOURCE: pa.string(),
     STEP: pa.int64(),  # that trained it, or after which it was evaluated
-    STALENESS: pa.int64(),  # versions that its oldest token was behind, where it was trained
+    STALENESS: pa.int64(),  # versions that its oldest token was behind, where it was trained; of these were made
+    GENERATING: pa.int64(),  # while it was generated
+    WAITING: pa.int64(),  # while it waited to be trained
 }
 """Columns that a rollout gets here, in front of its own; `drop_reason` stands behind them."""
 EVAL = "eval_accuracy"
@@ -83,11 +88,13 @@ def rollout_batches(
 
 def _facts(part: Part, batch: pa.RecordBatch) -> dict[str, Any]:
     """What is known of the rows of a file beside what stands in it."""
-    ages: Any = None
+    ages: dict[str, Any] = dict.fromkeys((STALENESS, GENERATING, WAITING))
     if part.outcome == TRAINED and VERSIONS in batch.schema.names:
-        ages = staleness_at(part.step, batch.column(VERSIONS))
+        versions = batch.column(VERSIONS)
+        found = staleness_at(part.step, versions), *staleness_parts(part.step, versions)
+        ages = dict(zip(ages, found, strict=True))
     source = batch.column(OF_SOURCE) if OF_SOURCE in batch.schema.names else part.source
-    return {OUTCOME: part.outcome, NODE: part.node or None, SOURCE: source, STEP: part.step, STALENESS: ages}
+    return {OUTCOME: part.outcome, NODE: part.node or None, SOURCE: source, STEP: part.step, **ages}
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema, facts: Mapping[str, Any]) -> pa.RecordBatch:
@@ -123,8 +130,8 @@ def untrained_batches(folder: RunFolder) -> Iterator[pa.RecordBatch]:
                 if group in fates:
                     outcome, reason, step = fates[group]
                     rows = batch.slice(first, count)
-                    facts = {OUTCOME: outcome, NODE: None, SOURCE: source, STEP: step, STALENESS: None}
-                    facts[DROP_REASON] = reason
+                    facts = {OUTCOME: outcome, NODE: None, SOURCE: source, STEP: step}
+                    facts |= dict.fromkeys((STALENESS, GENERATING, WAITING)) | {DROP_REASON: reason}
                     yield conform(rows, with_added(rows.schema), facts)
 
 
@@ -182,6 +189,16 @@ def _column(values: Sequence[Any]) -> pa.Array:
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
     return pa.array(texts, pa.string())
+
+
+def edge_table(folder: RunFolder) -> pa.Table:
+    """What has crossed each data edge, from times.json."""
+    rows = [
+        {"edge": edge, **{f"{end}_{unit}": count for end in ENDS for unit, count in zip(UNITS, ends[end], strict=True)}}
+        for edge, ends in known_edges(folder.read_json("times.json", TIMES).get("edges")).items()
+    ]
+    fields = [pa.field(f"{end}_{unit}", pa.int64()) for end in ENDS for unit in UNITS]
+    return pa.Table.from_pylist(rows, pa.schema([pa.field("edge", pa.string()), *fields]))
 
 
 def fault_lines(folder: RunFolder) -> list[dict[str, Any]]:

@@ -48,6 +48,8 @@ NAME = "scheduler"
 """In faults.jsonl."""
 _DRAIN_S = 1.0
 """For what a worker sent before it ended to arrive, whatever the others send meanwhile."""
+_LAST_WORDS_S = 0.05
+"""For those of workers that have ended to arrive."""
 _FEW, _LOOKED_AT_A_SECOND = 256, 20_000
 """Of workers above so many, the deadlines of so many are looked at in a second."""
 
@@ -212,6 +214,7 @@ class Scheduler:
                 self._receive(messages)
                 for event in told:
                     self._note(event)
+            self._receive(self._server.drain(_LAST_WORDS_S))
             self._faults.close()
             self._server.close()
         except Replaced:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import shutil
 import signal
 import time
@@ -138,7 +139,7 @@ class ControlServer:
     def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
         """What workers send until nobody sends anything for `pause_s`, or for `wait_s`."""
         deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and self._router.poll(int(pause_s * 1000)):
+        while (left := deadline - time.monotonic()) > 0 and self._router.poll(math.ceil(1000 * min(pause_s, left))):
             yield from self._heard()
 
     def send(self, to: str, message: ToWorker) -> None:

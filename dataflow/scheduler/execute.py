@@ -36,6 +36,7 @@ from dataflow.system.processes import machine
 from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.following import TrackersOfRun
 from dataflow.worker.host import Settings
+from dataflow.worker.kept_counts import total
 from dataflow.worker.swapped import swapped
 
 
@@ -117,15 +118,17 @@ class Times:
             self.write("not finished", watch, flush=False)
         if time.monotonic() - self._noted > activity_every(watch.seconds):
             self._noted = time.monotonic()
-            self._folder.note_activity(watch.seconds, watch.activity)
+            self._folder.note_activity(watch.seconds, watch.activity, watch.crossed)
 
-    def write(self, outcome: str, part: ProgressWatch | TrainingResult | None = None, *, flush: bool = True) -> None:
-        """Seconds and, by node, seconds at work, of this part, if it has begun, and of those before it."""
+    def write(self, outcome: str, watch: ProgressWatch | None = None, *, flush: bool = True) -> None:
+        """Seconds, by node seconds at work, and by data edge what has crossed it, of this part, if it has begun, and of
+        those before it."""
         before = self._begun
         found = {
-            "outcome": outcome, "seconds": before.seconds + (part.seconds if part else 0.0),
-            "busy_seconds": _added(before.busy_seconds, part.busy_seconds if part else {}),
-            "beside_seconds": _added(before.beside_seconds, part.beside_seconds if part else {}),
+            "outcome": outcome, "seconds": before.seconds + (watch.seconds if watch else 0.0),
+            "busy_seconds": _added(before.busy_seconds, watch.busy_seconds if watch else {}),
+            "beside_seconds": _added(before.beside_seconds, watch.beside_seconds if watch else {}),
+            "edges": total([{"before": before.edges}, {"now": watch.crossed if watch else {}}]),
         }  # fmt: skip
         self._folder.write_json("times.json", found, flush=flush)
 
@@ -166,7 +169,7 @@ def execute(run: RunSpec) -> TrainingResult:
             _inline(run, watch, times, notices, following)
             if run.in_one_process else _processes(run, watch, times, clock, notices, following)
         )  # fmt: skip
-        times.write("stopped" if outcome.stopped else "finished", outcome)
+        times.write("stopped" if outcome.stopped else "finished", watch)
         marks = [(change.step, change.mark) for change in read_live_changes(folder)]
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
         merge(folder)
@@ -214,6 +217,7 @@ def _processes(
     finally:
         scheduler.close()
         folder.extras.remove(folder.path / socket_folder.CONTROL)
+    watch.count(scheduler.heartbeats)
     return _outcome(watch, scheduler.table.run)
 
 

@@ -24,7 +24,9 @@ def together(earlier: Told, now: Heartbeat | None) -> Told:
     for name, report in now.nodes.items():
         plain = {each.name: getattr(report, each.name) for each in fields(NodeReport)}
         nodes[name] = _added(nodes[name], plain) if name in nodes else plain
-    return {**earlier, **{each.name: getattr(now, each.name) for each in fields(Heartbeat)}, "nodes": nodes}
+    return {**earlier, **{each.name: getattr(now, each.name) for each in fields(Heartbeat)}, "nodes": nodes} | {
+        "crossed": {**earlier.get("crossed", {}), **now.crossed}
+    }  # fmt: skip
 
 
 def _added(before: Told, report: dict[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,8 @@ class InlineRun:
 
     def snapshot(self) -> dict[str, Any]:
         """The same facts that a worker's heartbeat carries."""
-        return {"name": "inline-0", "state": "running", "nodes": self.host.report(), "edges": self._ports.depths()}
+        return {"name": "inline-0", "state": "running", "nodes": self.host.report(), "edges": self._ports.depths(),
+                "crossed": self._ports.crossed}  # fmt: skip
 
     def close(self) -> None:
         """Give everything back."""

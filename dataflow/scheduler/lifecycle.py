@@ -1,5 +1,6 @@
 """What becomes of one worker's process, and who is told: the transitions of `Life` that several policies share."""
 
+import dataclasses
 import signal
 
 from dataflow.errors import RunError, WorkerDied
@@ -8,7 +9,7 @@ from dataflow.scheduler import recovery, scaling
 from dataflow.scheduler.events import Command, EndRanks, EndRun, FaultNoticed, FaultRecovered, Send, Signal
 from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
-from dataflow.worker.messages import ALONE
+from dataflow.worker.messages import ALONE, Bye
 
 
 def exited(table: Table, record: WorkerRecord, cause: str, now: float, *, with_host: bool = False) -> list[Command]:
@@ -97,3 +98,11 @@ def how(status: int | None) -> str:
         return f"died ({signal.Signals(-status).name})"
     except ValueError:
         return f"died (signal {-status})"
+
+
+def count(record: WorkerRecord, message: Bye) -> None:
+    """What has crossed a worker's edges to its end, be it known that it has ended or not."""
+    if record.heartbeat is not None:
+        record.heartbeat = dataclasses.replace(record.heartbeat, crossed=message.crossed)
+    else:
+        record.earlier = {**record.earlier, "crossed": {**record.earlier.get("crossed", {}), **message.crossed}}

@@ -15,6 +15,7 @@ from dataflow.planning.wiring import edges
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scoring.failure import failures_told
 from dataflow.structure import feeding, leading, lines_of
+from dataflow.worker.kept_counts import total
 from dataflow.worker.state_clock import BESIDE, STATES
 
 _WINDOW_S = 5.0
@@ -55,6 +56,8 @@ class ProgressWatch:
         self._summed: dict[tuple[str, str], float] = {}
         self._spent: _Spent = {_BUSY: {}, BESIDE: {}}
         self._depths: dict[str, tuple[int, int]] = {}
+        self.crossed: dict[str, dict[str, list[int]]] = {}
+        """By edge what was sent, received and acknowledged since its workers' first attempts: batches, rows, bytes."""
         self._past: collections.deque[tuple[float, dict[str, dict[str, Any]]]] = collections.deque()
         self._leading = leading(graph)
         self._leader = next(iter(self._leading), None)
@@ -130,6 +133,10 @@ class ProgressWatch:
             self._past.popleft()
         self._tail()
 
+    def count(self, heartbeats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take in of heartbeats what has crossed the edges; also of those after the run's end."""
+        self.crossed = total(heartbeat.get("crossed", {}) for heartbeat in heartbeats.values())
+
     def starting(self, late: Collection[str]) -> Snapshot:
         """Before the workers are ready: whose are still on their way."""
         waiting = {worker.rpartition("-")[0] for worker in late}
@@ -198,6 +205,7 @@ class ProgressWatch:
             for edge, (depth, capacity) in heartbeat.get("edges", {}).items():
                 self._depths[edge] = (depth, capacity)
         self._nodes = nodes
+        self.count(heartbeats)
 
     def _tail(self) -> None:
         """Take in what has been added to metrics.jsonl."""

@@ -121,6 +121,8 @@ def _received(table: Table, name: str, message: messages.FromWorker, now: float)
         return [events.Refuse(f"'{name}', who is no worker,")]
     commands: list[events.Command] = [events.Send(name, waited) for waited in record.deferred]
     record.is_reachable, record.deferred = True, []
+    if isinstance(message, messages.Bye) and message.crossed and message.attempt == record.attempt:
+        lifecycle.count(record, message)
     if table.is_closing or message.attempt != record.attempt or not record.is_live:
         return commands  # the last words of an attempt that has ended
     if not _is_of(table, record, message):

@@ -22,6 +22,7 @@ from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.samples import table_of
 from dataflow.trackers.tail import FOLDER, RunTail, TrackerPlace
 from dataflow.trackers.tracker import TrackedRun, Tracker
+from dataflow.worker.kept_counts import known_edges
 
 POLL_S = 0.5
 """Between two looks into the run folder."""
@@ -127,6 +128,7 @@ class TrackerProcess:
         if newest is not None and isinstance(newest.get("nodes"), dict):
             self._at("activity")
             tracker.activity(newest["nodes"])
+            tracker.crossed(known_edges(newest.get("edges")))
 
     def _wait(self) -> None:
         self._at("")

@@ -115,7 +115,7 @@ class Tracker:
     takes_groups: ClassVar[bool] = False
     """Whether `groups` is called."""
     takes_activity: ClassVar[bool] = False
-    """Whether `activity` is called."""
+    """Whether `activity` is called, and `crossed`."""
     rollouts_every: ClassVar[int] = 10
     """Steps from one table of rollouts to the next; 0: none."""
 
@@ -143,6 +143,10 @@ class Tracker:
 
     def activity(self, nodes: Mapping[str, Mapping[str, float]]) -> None:
         """Take in what each node has done since the run began."""
+
+    def crossed(self, edges: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+        """Take in what has crossed each data edge since the run began, after `activity`: batches, rows and bytes as
+        `sent`, `received` and `acknowledged`."""
 
     def flush(self) -> None:
         """Bring out what was taken in; called when there is nothing more for now."""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.swaps import Swap
 from dataflow.system.messages import Codec, Plain
+from dataflow.worker.kept_counts import CrossedByFile
 from dataflow.worker.state_clock import STATES
 
 ALONE = os.EX_TEMPFAIL
@@ -103,6 +104,8 @@ class Heartbeat:
     nodes: Mapping[str, NodeReport]
     edges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By edge that ends there, how full it is: rows held, and capacity."""
+    crossed: CrossedByFile = field(default_factory=dict)
+    """What has crossed the edges that begin or end there."""
     drained: bool = False
     """Whether its loops have ended, and all they sent is acknowledged."""
     alone: bool = False
@@ -157,6 +160,8 @@ class Bye:
     """It ends as it was told."""
 
     attempt: int
+    crossed: CrossedByFile = field(default_factory=dict)
+    """What has crossed its edges to the end."""
 
 
 # To a worker

@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.graph import Graph
@@ -17,6 +18,7 @@ from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
 from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import NodeLoops, Settings
+from dataflow.worker.kept_counts import CrossedByFile, KeptCounts
 from dataflow.worker.messages import WeightLine
 from dataflow.worker.weight_lines import WeightLines
 from dataflow.worker.weight_ports import (
@@ -29,7 +31,16 @@ from dataflow.worker.weight_ports import (
     shards_reader,
     shards_writer,
 )
-from transport.data import LocalInlet, LocalOutlet, Receiver, Sender, SocketNetwork, keep_freed_memory
+from transport.data import (
+    EdgeCounts,
+    EndCounts,
+    LocalInlet,
+    LocalOutlet,
+    Receiver,
+    Sender,
+    SocketNetwork,
+    keep_freed_memory,
+)
 
 if TYPE_CHECKING:
     from transport.weights import FlatLayout
@@ -52,6 +63,10 @@ class Ports:
         self._nodes = set(nodes)
         self._lines = WeightLines(graph, plan, nodes, settings)
         self._edges = edges(graph)
+        self._counts = KeptCounts(
+            Path(settings.sockets) / f"counts.{settings.worker}.{settings.replica}" if settings.sockets else None,
+            [edge.name for edge in self._edges if {edge.producer, edge.consumer} & self._nodes],
+        )
         self._receivers: dict[str, Receiver] = {}
         self._senders: dict[str, Sender] = {}
         self._local: dict[str, tuple[LocalInlet, LocalOutlet]] = {}
@@ -72,6 +87,7 @@ class Ports:
                 inlet = LocalInlet(
                     edge=edge.name, schema=schema(edge.columns), sender=f"{edge.producer}-{self._settings.replica}",
                     capacity_rows=self._capacity(edge), capacity_bytes=CAPACITY_BYTES,
+                    counts=self._counted(edge),
                 )  # fmt: skip
                 self._local[edge.name] = inlet, LocalOutlet(inlet, most_rows=edge.most_rows)
                 continue
@@ -79,6 +95,7 @@ class Ports:
                 Receiver, edge=edge.name, schema=schema(edge.columns), capacity_rows=self._capacity(edge),
                 capacity_bytes=CAPACITY_BYTES, max_message_bytes=self._plan.message_bytes, network=self._to_receive,
                 senders=self._settings.senders.get(edge.name, self._plan.placements[edge.producer].replicas),
+                counts=self._counted(edge),
             ))  # fmt: skip
             addresses[edge.name] = reachable(receiver.address)
         return addresses
@@ -109,7 +126,7 @@ class Ports:
                     edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}",
                     epoch=self._settings.attempt, schema=schema(edge.columns), receivers=addresses[edge.name],
                     network=self._to_send, most_rows=edge.most_rows,
-                    peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
+                    peer_timeout_s=self._settings.limits.return_s, clock=self._clock, counts=self._counted(edge),
                 )  # fmt: skip
         return self.outlets
 
@@ -234,6 +251,11 @@ class Ports:
             for edge in self._edges if edge.name in inlets
         }  # fmt: skip
 
+    @property
+    def crossed(self) -> CrossedByFile:
+        """What has crossed the edges that begin or end here."""
+        return self._counts.read()
+
     def close(self) -> None:
         """Close everything; what was sent but not acknowledged is lost with this process."""
         for end in self._weights:
@@ -244,6 +266,9 @@ class Ports:
         for edge in data:
             with contextlib.suppress(OSError):
                 edge.close()
+
+    def _counted(self, edge: Edge) -> EndCounts:
+        return EndCounts(*map(EdgeCounts, self._counts.cells(edge.name)))
 
     def _capacity(self, edge: Edge) -> int:
         """Of a receiver, which its senders share: so that each of many replicas may send all that is in flight."""

@@ -162,6 +162,11 @@ class ShardsOut(FanOut):
         super().__init__(ends)
         self._encoder = encoder
 
+    @property
+    def full_share(self) -> float:
+        """As its encoder's."""
+        return self._encoder.full_share
+
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """As `FanOut.publish`; on all ranks at once, for they may have to agree on scales."""
         return super().publish(version, self._encoder.encode(_local(tensors)))

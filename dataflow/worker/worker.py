@@ -31,6 +31,7 @@ from dataflow.worker import messages, rank_host, swap_trial, weight_ports
 from dataflow.worker.changed_knobs import roomiest
 from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.host import NodeLoops, Settings
+from dataflow.worker.kept_counts import CrossedByFile
 from dataflow.worker.link import SchedulerLink
 from dataflow.worker.ports import Ports
 from dataflow.worker.rank_line import RankLine
@@ -80,7 +81,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         return 1
     if worker.ended_alone:
         return messages.ALONE
-    link.send(messages.Bye(attempt=settings.attempt))
+    link.send(messages.Bye(attempt=settings.attempt, crossed=worker.crossed))
     link.close()
     return 0
 
@@ -119,6 +120,7 @@ class Worker:
         self._attempt = settings.attempt
         self._report: dict[str, messages.NodeReport] = {}
         self._depths: dict[str, tuple[int, int]] = {}
+        self._crossed: CrossedByFile = {}
         self._changed = 0
         self._refreshed = 0.0
         self._early: list[messages.ToWorker] = []
@@ -174,6 +176,11 @@ class Worker:
         """Whether it has begun to end, or has ended, because nobody was there."""
         return self._ends_at is not None
 
+    @property
+    def crossed(self) -> CrossedByFile:
+        """What has crossed its edges, in this attempt and those before it."""
+        return self._ports.crossed
+
     def heartbeat(self) -> messages.Heartbeat:
         """Called from the link's thread, reads only."""
         now = self._clock()
@@ -182,7 +189,8 @@ class Worker:
             node: dataclasses.replace(told, **self._host.loops[node].spent()) for node, told in self._report.items()
         }
         return messages.Heartbeat(
-            attempt=self._attempt, state=self._state, nodes=nodes, edges=self._depths, turned_s=turned_s,
+            attempt=self._attempt, state=self._state, nodes=nodes, edges=self._depths, crossed=self._crossed,
+            turned_s=turned_s,
             asleep_s=self._watchdog.look(turned_s, now), at=self._host.at,
             at_s=time.monotonic() - self._host.at_since, drained=self._drained, alone=self.ended_alone,
             changed=self._changed, rss_bytes=self._process.memory_info().rss,
@@ -194,7 +202,7 @@ class Worker:
         if force or now - self._refreshed > 0.1:
             self._refreshed = now
             self._report = {node: messages.NodeReport(**report) for node, report in self._host.report().items()}
-            self._depths = self._ports.depths()
+            self._depths, self._crossed = self._ports.depths(), self.crossed
             self._changed = self._host.changed
             self._drained = all(loop.ended for loop in self._host.loops.values()) and self._ports.drained
 

@@ -25,7 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dataflow.errors import GraphError
 from dataflow.runtime import Context
+from operators.training.learner.new_logprobs import NewLogprobs
 from operators.training.reorder_buffer import QueuedGroup
 
 TOO_FEW = "too few for a step"
@@ -40,15 +42,21 @@ class Journal:
     source: str
 
     def commit(
-        self, step: int, trained: Sequence[QueuedGroup], dropped: Mapping[int, str], metrics: Mapping[str, Any]
+        self,
+        step: int,
+        trained: Sequence[QueuedGroup],
+        dropped: Mapping[int, str],
+        metrics: Mapping[str, Any],
+        computed: NewLogprobs | None = None,
     ) -> None:
-        """Record a step with the groups it trained, in order, and those given up since the last record.
+        """Record a step with the groups it trained, in order, and those given up since the last record. computed: of
+        its tokens, kept beside them.
 
         The rollouts are written before the ledger names them.
         """
         context = self.context
         if context.folder is not None:
-            rows = [group.records for group in trained]
+            rows = [group.records if computed is None else computed.beside(group.records) for group in trained]
             context.folder.rollouts_of(context.own_folder).write(step, rows)
         if context.ledger is not None:
             context.ledger.commit_step(
@@ -81,3 +89,14 @@ def expected(context: Context, source: str) -> tuple[int, list[int], int]:
     waiting = [group for group in in_flight if group < following]  # more may have been issued between the two reads
     first = min(waiting, default=following)
     return first, sorted(set(range(first, following)).difference(waiting)), following - len(waiting)
+
+
+def only_source(context: Context) -> str:
+    """Of the groups that a trainer takes in. GraphError where there are several, or none."""
+    sources = list(context.columns) or list(context.bounds)
+    if len(sources) != 1:
+        raise GraphError(
+            f"'{context.node}' trains groups in the order of one source, but {len(sources)} lead to it: "
+            f"{sources}; apply it to one stream"
+        )
+    return sources[0]

@@ -85,6 +85,9 @@ class TrainerKnobs(Learn):
     recover_within_s: float = 60.0
     """Seconds of steps after which a checkpoint to recover from is left, beside those of `checkpoint_every`; it goes
     when the next one is committed. At least 20 times as long as a checkpoint takes; inf: never."""
+    keep_new_logprobs: bool = True
+    """Keep the log-probabilities that it computes of each trained token in the step's file of rollouts, as column
+    `new_logprobs`: 4 bytes a token."""
     queue_prompts: int | None = None
     """Groups it holds beside those of the step under way; None: as many as the feedback lets be in flight."""
 

@@ -70,8 +70,6 @@ def step_metrics(
     no_signal: see the function of that name; null where some group had one, or advantages are not asked for.
     """
     wall = max(now - pace.began, 1e-9)
-    aged = rows.oldest_R[rows.oldest_R != NO_TOKEN]
-    staleness = (version - 1) - aged
     tokens = rows.trained_R
     reward = mean_of(trained, "reward")
     advantage = rows.columns_R.get(ADVANTAGE)
@@ -91,8 +89,7 @@ def step_metrics(
         "advantage_std": float(advantage.std()) if advantage is not None and len(advantage) else None,
         "signal_share": float(signal.mean()) if len(signal) else None,
         "no_signal": no_signal(trained, scores) if len(signal) and not signal.any() else None,
-        "staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
-        "staleness_max": int(staleness.max()) if len(staleness) else 0,
+        **staleness_figures(version - 1, rows),
         "by_staleness": by_staleness(version - 1, rows),
         **outcome.measures,
         **({"forward_versions": _newest(trained, forwards)} if forwards else {}),
@@ -111,6 +108,23 @@ def step_metrics(
         **(outcomes + dropped_outcomes).figures(),
         "skipped_steps": skipped_steps,
     }
+
+
+def staleness_figures(version: int, rows: StepRows) -> dict[str, float | int]:
+    """Mean and maximum of the versions that rollouts are behind `version`, the one that is trained, and of both parts
+    of it: versions that were made while a rollout was generated (from its oldest token to its newest), and while it
+    waited (from there to the step). Of each rollout the parts add up to the whole, so their means do, too."""
+    drawn = rows.oldest_R != NO_TOKEN
+    oldest_R, newest_R = rows.oldest_R[drawn], rows.newest_R[drawn]
+    ages = {
+        "staleness": version - oldest_R, "staleness_generating": newest_R - oldest_R,
+        "staleness_waiting": version - newest_R,
+    }  # fmt: skip
+    found: dict[str, float | int] = {}
+    for name, versions_R in ages.items():
+        found[f"{name}_mean"] = float(versions_R.mean()) if len(versions_R) else 0.0
+        found[f"{name}_max"] = int(versions_R.max()) if len(versions_R) else 0
+    return found
 
 
 def _newest(trained: Sequence[pa.RecordBatch], forwards: Sequence[str]) -> dict[str, int]:

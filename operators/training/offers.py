@@ -9,6 +9,10 @@ from dataflow.runtime import Context
 from dataflow.weight_ends import WeightsOut
 from operators.training.learner.learner import Learner, StepOutcome
 
+_FIGURES = {
+    "committed_seconds": "weights_trainer_seconds", "taken_seconds": "weights_reader_seconds",
+    "nbytes": "weights_moved_bytes", "full_bytes": "weights_full_bytes",
+}  # fmt: skip
 MOST_PAIRS = 1024
 """Pairs of ranks of which a line of metrics tells one by one."""
 
@@ -66,24 +70,38 @@ class Offers:
         return {"weights_sent_bytes": sent, "weights_saved_bytes": whole - sent}
 
     def by_reader(self) -> dict[str, dict[str, Any]]:
-        """By reader to whose ranks ranks send: the newest version that it has whole, its bytes, how long the transfer
-        took and at most held one of the reader's ranks (s), and the bytes from each rank of the trainer to each of the
-        reader's, [from][to], up to `MOST_PAIRS`. Of one that hands versions on: to which readers, and which each of
-        them holds."""
+        """By reader: the newest version that it has taken, its bytes, and what they would have been without deltas and
+        quantization; how long the transfer took and at most held one of the reader's ranks (s); how long all of it
+        took as the trainer sees it, and from the version's arrival as the reader sees it (s); and the bytes from each
+        rank of the trainer to each of the reader's, [from][to], up to `MOST_PAIRS`. Of one that hands versions on: to
+        which readers, and which each of them holds."""
         told: dict[str, dict[str, Any]] = {}
-        for reader, sent in (each for end in self.ends for each in end.sent.items()):
+        known = ((getattr(end, "full_share", 1.0), *each) for end in self.ends for each in end.sent.items())
+        for full_share, reader, sent in known:
             rows = [list(row) for row in sent.pair_bytes]
             told[reader] = {
                 "version": sent.version,
                 "nbytes": sum(map(sum, rows)),
+                "full_bytes": round(sent.whole_bytes * full_share),
                 "seconds": sent.seconds,
                 "held_seconds": sent.held_s,
+                "committed_seconds": sent.committed_s,
+                "taken_seconds": sent.taken_s,
             }
             if behind := getattr(sent, "behind", None):
                 told[reader]["handed_on"] = dict(behind)
             if sum(map(len, rows)) <= MOST_PAIRS:
                 told[reader]["pair_bytes"] = rows
         return told
+
+    def exchanged(self) -> dict[str, Any]:
+        """`by_reader`, and of its figures those of the reader that had most: seconds as the trainer and as the reader
+        sees them, bytes, and what these would have been without deltas and quantization; 0 before the first."""
+        told = self.by_reader()
+        if not self.ends:
+            return {"weights_sent": told}
+        most = {name: max((each[name] for each in told.values()), default=0) for name in _FIGURES}
+        return {"weights_sent": told} | {figure: most[name] for name, figure in _FIGURES.items()}
 
     def open(self, step: int) -> None:
         """Offer each reader the version that it has to have after so many steps."""

@@ -24,11 +24,13 @@ from operators.models.loading import load_tokenizer
 from operators.training.checkpoints import checkpoint
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
+from operators.training.learner.new_logprobs import other_logprobs
 from operators.training.steps import StepMaker
 
 
 def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[str, float]]:
-    """Train the steps of a script in order, each at the learning rate that it had; `loss` and `grad_norm` of each.
+    """Train the steps of a script in order, each at the learning rate that it had; `loss` and `grad_norm` of each,
+    and where the run has kept them, how many tokens' log-probabilities are others than it computed (`other_logprobs`).
 
     A step with a number that is not finite leaves the weights alone, as it would in a run.
     Errors: GraphError for a loss that cannot be used; RunError for a column that it reads and the run did not keep.
@@ -90,7 +92,9 @@ def _make(making: StepMaker, step: MadeStep, table: pa.Table) -> dict[str, float
     while making.parts:
         making.micro()
     outcome = making.end(float(step.metrics["lr"]))
-    return {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
+    found = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
+    other = other_logprobs(making.new_logprobs(), table.to_batches())
+    return found if other is None else found | {"other_logprobs": other}
 
 
 def _module(place: str) -> Any:

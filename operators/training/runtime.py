@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.compute as pc
 import torch
 
-from dataflow.errors import GraphError, Unusable
+from dataflow.errors import Unusable
 from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.records import GROUP_ID, MASK
@@ -19,7 +19,7 @@ from operators.training.checkpoints import checkpoint
 from operators.training.checkpoints.resuming import find_start
 from operators.training.checkpoints.saving import CheckpointSaver, Debt
 from operators.training.drops import Drops, recorded_drops
-from operators.training.journal import TOO_FEW, Journal, expected
+from operators.training.journal import TOO_FEW, Journal, expected, only_source
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import refreshed
 from operators.training.learner.build import check_gradients
@@ -58,7 +58,7 @@ class TrainerRuntime(Runtime):
         """start: steps behind the weights that `learner` has. missing: committed ones after it, to be made again.
         told: the metrics of the last committed step."""
         self._trainer, self._context, self._learner = trainer, context, learner
-        self._source = _only_source(context)
+        self._source = only_source(context)
         self._knobs = KnobsByStep(trainer, context.changes, context.ledger)
         self._making = StepMaker(trainer, context, learner, start, self._knobs)
         self._journal = Journal(context, self._source)
@@ -338,14 +338,14 @@ class TrainerRuntime(Runtime):
             context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
         self._offers.look_at(outcome, step)
         metrics |= self._offers.sent()
-        journal.commit(step, groups, self._drops.reasons, metrics)
+        journal.commit(step, groups, self._drops.reasons, metrics, making.new_logprobs())
         self._saver.made(making.seconds)
         recorded = clock()
         self._offers.made(step)
         self._note()
         published = clock()
         metrics |= {"seconds_record": recorded - ended, "seconds_publish": published - recorded}
-        metrics |= {"weights_sent": self._offers.by_reader(), **pace.by_state(context.spent(), making.pace)}
+        metrics |= {**self._offers.exchanged(), **pace.by_state(context.spent(), making.pace)}
         if self._saver.is_due(step):
             self._saver.keep(step)
             metrics["seconds_checkpoint"] = clock() - published
@@ -388,13 +388,3 @@ class TrainerRuntime(Runtime):
         be published. One that takes turns does so at their end."""
         if self._context.aside is None:
             self._making.rest(weights=not self._offers.is_pending and not self._buffer.is_ready)
-
-
-def _only_source(context: Context) -> str:
-    sources = list(context.columns) or list(context.bounds)
-    if len(sources) != 1:
-        raise GraphError(
-            f"'{context.node}' trains groups in the order of one source, but {len(sources)} lead to it: "
-            f"{sources}; apply it to one stream"
-        )
-    return sources[0]

@@ -14,6 +14,7 @@ from operators.training.knobs import TrainerKnobs
 from operators.training.learner import memory, refreshed
 from operators.training.learner.learner import Learner, StepOutcome
 from operators.training.learner.live_knobs import take_knobs, told
+from operators.training.learner.new_logprobs import NewLogprobs
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows, step_rows
 from operators.training.learner.schedule import learning_rate
@@ -92,6 +93,10 @@ class StepMaker:
                 outcome = dataclasses.replace(outcome, settled=False)
         self._add("optimizer", began)
         return outcome
+
+    def new_logprobs(self) -> NewLogprobs | None:
+        """What the last step computed of its tokens; None where it is not kept."""
+        return NewLogprobs.of(self.learner)
 
     def bring(self, *, moments: bool = False) -> None:
         """Have what is parked on the devices again."""

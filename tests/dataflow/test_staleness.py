@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.staleness import NO_TOKEN, admissible, admit, oldest_versions, sweep
+from dataflow.tokens.ages import staleness_at, staleness_parts
 
 
 class Loop:
@@ -134,6 +135,19 @@ def test_the_oldest_version_of_each_rollout_is_that_of_its_oldest_chosen_token(
     expected = [min((version for version in row if version >= 0), default=NO_TOKEN) for row in rows]
     assert oldest_versions(column).tolist() == expected
     assert oldest_versions(pa.chunked_array([column, column])).tolist() == expected * 2
+
+
+@given(st.lists(st.lists(st.integers(-1, 9), max_size=5), max_size=8), st.integers(10, 12))
+def test_versions_made_while_generating_and_while_waiting_add_up_to_the_staleness(
+    rows: list[list[int]], step: int
+) -> None:
+    column = pa.array(rows, pa.list_(pa.int32()))
+    drawn = [[version for version in row if version >= 0] for row in rows]
+    generating, waiting = (part.to_pylist() for part in staleness_parts(step, column))
+    assert generating == [max(row) - min(row) if row else None for row in drawn]
+    assert waiting == [step - 1 - max(row) if row else None for row in drawn]
+    whole = staleness_at(step, column).to_pylist()
+    assert whole == [None if one is None else one + other for one, other in zip(generating, waiting, strict=True)]
 
 
 @pytest.mark.parametrize(("bound", "stale"), [(0, [True, True, False, False]), (1, [True, False, False, False])])

@@ -20,6 +20,20 @@ from .law import Law
 
 DATA_PLANE = (
     Law(
+        "both ends of an edge count what crosses it, and agree: acknowledged <= received <= sent",
+        "test_everything_sent_is_acknowledged_in_the_end_whatever_breaks",
+        "transport:ReceiverPeer._put",
+        without("add"),
+        "the count of what is sent",
+    ),
+    Law(
+        "both ends of an edge count what crosses it, and agree: acknowledged <= received <= sent",
+        "test_who_is_started_again_goes_on_with_what_was_counted_up_to_the_kill",
+        "dataflow.worker.kept_counts:_shared",
+        always("is_file"),
+        "that counts outlive their process",
+    ),
+    Law(
         "nothing is ever dropped: what is not acknowledged comes again",
         "test_unacknowledged_batches_come_again_at_a_restarted_receiver",
         "transport:Outbox.welcome",

@@ -351,6 +351,13 @@ TURNS = (
 
 STALENESS = (
     Law(
+        "versions made while a rollout is generated and while it waits add up to its staleness",
+        "test_versions_made_while_generating_and_while_waiting_add_up_to_the_staleness",
+        "dataflow:staleness_parts",
+        assigned("newest", "oldest"),
+        "the version of the newest token",
+    ),
+    Law(
         "staleness is kept at admission",
         "test_no_group_starts_further_ahead_than_the_bound",
         "dataflow:Admission.may_start",

@@ -1,4 +1,4 @@
-"""What the ranks of trainers send over the weight plane: counted where it enters gloo, or a segment, and by the kernel.
+"""What was sent in runs. Over the weight plane: counted where it enters gloo, or a segment, and by the kernel.
 
 It is put around what sends before a run, whose workers are forked with it; each of them writes down what it sees in a
 file of its own.
@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from dataflow.folder.run_folder import RunFolder
+from dataflow.worker.kept_counts import known_edges
 from transport.weights.sharded import put
 from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.transfer import SUMS_TAG
@@ -173,3 +175,17 @@ def _bytes_sent(connections: set[tuple[int, str]]) -> dict[str, int]:
 
 def _waiting(connection: socket.socket) -> int:
     return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, b"\0" * 4))[0]
+
+
+def crossed(folder: Path) -> dict[str, dict[str, list[int]]]:
+    """By edge, what was sent, received and acknowledged: batches, rows, bytes."""
+    return known_edges(RunFolder.open(folder).read_json("times.json")["edges"])
+
+
+def agree(folder: Path) -> dict[str, dict[str, list[int]]]:
+    """The same, once it is sure that no end has counted what the other cannot have."""
+    found = crossed(folder)
+    for edge, ends in found.items():
+        for least, count, most in zip(ends["acknowledged"], ends["received"], ends["sent"], strict=True):
+            assert 0 < least <= count <= most, (edge, ends)
+    return found

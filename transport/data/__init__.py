@@ -1,6 +1,7 @@
 """The data plane: record batches between workers, in order, bounded by credit, acknowledged."""
 
 from transport.data.channel import Delivery, Network
+from transport.data.counts import EdgeCounts, EndCounts
 from transport.data.local import LocalInlet, LocalOutlet
 from transport.data.memory import keep_freed_memory
 from transport.data.receiver import Receiver
@@ -10,6 +11,8 @@ from transport.security import Keys, make_keys
 
 __all__ = [
     "Delivery",
+    "EdgeCounts",
+    "EndCounts",
     "Keys",
     "LocalInlet",
     "LocalOutlet",

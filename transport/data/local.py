@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from transport.data import frames
 from transport.data.channel import Delivery
+from transport.data.counts import EndCounts
 from transport.data.credit import NONE, Credit, check_fits, cost, may_send
 from transport.errors import TransportError
 
@@ -17,8 +18,13 @@ Acked = Callable[[Iterable[int]], None]
 class LocalInlet:
     """The end that receives. Its sender is one, and is there as long as it is."""
 
-    def __init__(self, *, edge: str, schema: pa.Schema, sender: str, capacity_rows: int, capacity_bytes: int) -> None:
-        """Of what is unacknowledged it holds so many rows and bytes at most."""
+    def __init__(
+        self, *, edge: str, schema: pa.Schema, sender: str, capacity_rows: int, capacity_bytes: int,
+        counts: EndCounts | None = None,
+    ) -> None:  # fmt: skip
+        """Of what is unacknowledged it holds so many rows and bytes at most. counts: of both ends."""
+        self.counts = counts or EndCounts()
+        """What has crossed the edge, by the bytes that it would have on a wire, which credit counts, too."""
         self.edge, self.schema, self.sender = edge, schema, sender
         self.capacity = Credit(rows=capacity_rows, bytes=capacity_bytes)
         self.used = NONE
@@ -28,8 +34,9 @@ class LocalInlet:
         self.heard: deque[tuple[Acked, list[int]]] = deque()
         """Acknowledgements that the sending end has not heard of."""
         self._ready: deque[Delivery] = deque()
-        self._held: dict[int, tuple[Credit, Acked, set[int]]] = {}
-        """By number of a batch: what it takes, who hears of its rows, and those that are not acknowledged."""
+        self._held: dict[int, tuple[Credit, Acked, set[int], int]] = {}
+        """By number of a batch: what it takes, who hears of its rows, those that are not acknowledged, and how many it
+        has."""
         self._next = 0
 
     def grow(self, capacity_rows: int) -> None:
@@ -44,7 +51,7 @@ class LocalInlet:
     @property
     def rows(self) -> int:
         """Rows that are not acknowledged, alone or with their batch."""
-        return sum(len(rows) for _, _, rows in self._held.values())
+        return sum(len(rows) for _, _, rows, _ in self._held.values())
 
     @property
     def batches(self) -> int:
@@ -58,7 +65,9 @@ class LocalInlet:
 
     def put(self, batch: pa.RecordBatch, takes: Credit, acked: Acked) -> None:
         """Take in a batch for which there is room."""
-        self._held[self._next] = takes, acked, set(range(batch.num_rows))
+        self.counts.sent.add(1, batch.num_rows, takes.bytes)
+        self.counts.received.add(1, batch.num_rows, takes.bytes)
+        self._held[self._next] = takes, acked, set(range(batch.num_rows)), batch.num_rows
         self.used += takes
         self._ready.append(
             Delivery(
@@ -80,13 +89,14 @@ class LocalInlet:
 
     def _acknowledge(self, sender: str, epoch: int, number: int) -> None:
         if number in self._held:
-            takes, acked, rows = self._held.pop(number)
+            takes, acked, rows, count = self._held.pop(number)
             self.used -= takes
+            self.counts.acknowledged.add(1, count, takes.bytes)
             self.heard.append((acked, sorted(rows)))
 
     def _acknowledge_rows(self, sender: str, epoch: int, number: int, first: int, count: int) -> None:
         if number in self._held:
-            _, acked, left = self._held[number]
+            _, acked, left, _ = self._held[number]
             self.heard.append((acked, sorted(left.intersection(range(first, first + count)))))
             left.difference_update(range(first, first + count))
 

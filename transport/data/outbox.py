@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from transport.data.counts import EdgeCounts
 from transport.data.credit import NONE, Credit, may_send, room_rows
 from transport.data.messages import Ack, Data, Hello, Welcome
 
@@ -34,8 +35,12 @@ class OutgoingBatch:
     early: set[int] = field(default_factory=set, compare=False)
     """Rows that it has acknowledged before the rest."""
 
+    counts: EdgeCounts = field(default_factory=EdgeCounts, compare=False)
+    """Of what is acknowledged."""
+
     def acknowledged(self) -> None:
         """The receiver is done with the rest."""
+        self.counts.add(1, self.rows, self.cost.bytes)
         self.acked([row for row in range(self.rows) if row not in self.early])
 
 

@@ -18,6 +18,7 @@ import zmq
 
 from transport.data import frames
 from transport.data.channel import Arrival, Delivery, Junk, Network
+from transport.data.counts import EndCounts
 from transport.data.credit import Credit
 from transport.data.inbox import Inbox, Replies
 from transport.data.messages import Data, Hello, Refusal
@@ -60,11 +61,13 @@ class Receiver:
         network: Network | None = None,
         epoch: int | None = None,
         on_refused: Callable[[str, str, str], None] = _warn,
+        counts: EndCounts | None = None,
     ) -> None:
         """Bind to `address`: `ipc://PATH` in a 0700 folder, `tcp://127.0.0.1:*`, or elsewhere with keys.
 
         `senders` are expected: `finished` waits for as many, and until they come their share is kept for
-        them. `on_refused(edge, peer, reason)` hears once of every peer that sends what cannot be taken.
+        them. `on_refused(edge, peer, reason)` hears once of every peer that sends what cannot be taken. `counts`:
+        go on from those of an earlier attempt; None: from nothing.
         Raises AddressError, and ValueError for a capacity that holds no row per sender.
         """
         if capacity_rows < max(1, senders) or capacity_bytes < max(1, senders) or max_message_bytes < 1:
@@ -73,6 +76,8 @@ class Receiver:
                 f"{capacity_bytes=}, {max_message_bytes=}; raise them"
             )
         self.edge, self.schema = edge, schema
+        self.counts = counts or EndCounts()
+        """What has arrived."""
         self._inbox = Inbox(
             edge=edge,
             epoch=secrets.randbits(62) if epoch is None else epoch,
@@ -224,6 +229,7 @@ class Receiver:
         self._reply(self._inbox.hello(connection, hello))
 
     def _take(self, arrival: Arrival, data: Data) -> None:
+        self.counts.received.add(not data.left, 0 if data.left else data.rows, data.part_bytes)
         verdict, replies = self._inbox.judge(arrival.connection, data)
         if verdict in ("new", "part"):
             try:

@@ -1,8 +1,11 @@
 """One receiver as a sender sees it: the connection, what is owed over it, and since when the receiver is away."""
 
+from typing import Any
+
 from transport.data.channel import Connection, ConnectionEvent
+from transport.data.counts import EdgeCounts
 from transport.data.credit import Credit, check_fits
-from transport.data.messages import Ack, Refusal, Welcome
+from transport.data.messages import Ack, Data, Refusal, Welcome
 from transport.data.outbox import Outbox
 from transport.errors import SenderRefused
 
@@ -10,8 +13,12 @@ from transport.errors import SenderRefused
 class ReceiverPeer:
     """One receiver, as one sender sees it; never blocks."""
 
-    def __init__(self, connection: Connection, outbox: Outbox, *, edge: str, sender: str, now: float) -> None:
+    def __init__(
+        self, connection: Connection, outbox: Outbox, *, edge: str, sender: str, now: float, sent: EdgeCounts
+    ) -> None:  # fmt: skip
+        """sent: counts what goes out."""
         self.connection = connection
+        self._sent = sent
         self.outbox = outbox
         self._edge, self._sender = edge, sender
         self.away_since: float | None = now
@@ -51,12 +58,15 @@ class ReceiverPeer:
     def transmit(self) -> None:
         """Send what may leave."""
         for outgoing in self.outbox.due():
-            if not all(
-                self.connection.put(header, outgoing.payload.content) for header in self.outbox.headers(outgoing)
-            ):
+            if not all(self._put(header, outgoing.payload.content) for header in self.outbox.headers(outgoing)):
                 self.outbox.lost()
                 self._greet = True
                 return
+
+    def _put(self, header: Data, content: Any) -> bool:
+        """Send a part, counted before it leaves: so no end has more of it than this one has sent."""
+        self._sent.add(not header.left, 0 if header.left else header.rows, header.part_bytes)
+        return self.connection.put(header, content)
 
     def end(self) -> None:
         """Say that no batch will follow."""

@@ -15,6 +15,7 @@ import zmq
 
 from transport.data import frames
 from transport.data.channel import Network
+from transport.data.counts import EndCounts
 from transport.data.credit import Credit, cost, roomiest
 from transport.data.outbox import Outbox, OutgoingBatch
 from transport.data.receiver_peer import ReceiverPeer
@@ -44,6 +45,7 @@ class Sender:
         peer_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         most_rows: int | None = None,
+        counts: EndCounts | None = None,
     ) -> None:
         """Connect to `receivers` (addresses); they may appear later.
 
@@ -51,12 +53,15 @@ class Sender:
         has room for as many can take what others had. A larger batch travels alone.
         `epoch` is larger after each restart of the sender. A receiver that is away for `peer_timeout_s`
         makes `poll` raise PeerGone. Raises AddressError for an address that others could listen at.
+        `counts`: go on from those of an earlier attempt; None: from nothing.
         """
         if not receivers:
             raise ValueError(f"edge '{edge}' has no receiver; got an empty list; give at least one address")
         self.edge, self.sender_id, self.epoch, self.schema = edge, sender_id, epoch, schema
         self._peer_timeout_s, self._clock, self._most_rows = peer_timeout_s, clock, most_rows
         self._network = network or SocketNetwork()
+        self.counts = counts or EndCounts()
+        """What has crossed the edge, and was let go."""
         self._encoder, self._encoded = frames.BatchEncoder(schema), frames.encode_schema(schema)
         self._peers: list[ReceiverPeer] = []
         self._stopped_at: dict[str, int] = {}
@@ -124,7 +129,8 @@ class Sender:
         if peer is None:
             return False
         payload = peer.connection.pack(batch, self._encoder, size_bytes)
-        peer.outbox.add(OutgoingBatch(rows=batch.num_rows, cost=need, payload=payload, acked=acked))
+        counts = self.counts.acknowledged
+        peer.outbox.add(OutgoingBatch(rows=batch.num_rows, cost=need, payload=payload, acked=acked, counts=counts))
         peer.transmit()
         return True
 
@@ -263,7 +269,11 @@ class Sender:
             first=self._stopped_at.get(address, 0),
         )
         connection = self._network.connect(address)
-        self._peers.append(ReceiverPeer(connection, outbox, edge=self.edge, sender=self.sender_id, now=self._clock()))
+        self._peers.append(
+            ReceiverPeer(
+                connection, outbox, edge=self.edge, sender=self.sender_id, now=self._clock(), sent=self.counts.sent
+            )
+        )  # fmt: skip
 
     def _staying(self) -> list[ReceiverPeer]:
         return [peer for peer in self._peers if not peer.retiring]

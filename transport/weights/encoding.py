@@ -99,6 +99,11 @@ class Encoding:
             )
         return replace(full, tensors=tensors)
 
+    @property
+    def unquantized(self) -> Encoding:
+        """The same without quantizing any tensor."""
+        return replace(self, quantized=None, names=None)
+
     def to_plain(self) -> dict[str, Any]:
         """In strings and lists, for a message."""
         names = None if self.names is None else sorted(self.names)

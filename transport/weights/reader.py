@@ -71,6 +71,8 @@ class WeightReader:
         self._slice_bytes = verify_bytes_per_poll
         self._held: Offer | None = None
         """What was adopted last."""
+        self._heard: tuple[str, int, float] = "", -1, 0.0
+        """Segment and version of the newest offer, and when it came."""
         self._away = False
         """Whether it has let go of that, and has not come back."""
         self._returning: Mapped | None = None
@@ -151,6 +153,8 @@ class WeightReader:
                 self._layout = layout
                 self._bind()
         offer = self._membership.offer
+        if offer is not None and self._heard[:2] != (offer.segment, offer.version):
+            self._heard = offer.segment, offer.version, now
         if not self._attached.named or self._away:
             return offer
         transfer = self._pursue(eager=self._slice_bytes is not None)
@@ -190,7 +194,8 @@ class WeightReader:
         self._transfer, self._held = None, offer
         transfer.verification.close()
         self._attached.take(transfer.mapped)
-        self._port.send(self._membership.committed(offer))
+        taken_s = self._clock() - self._heard[2] if self._heard[:2] == (offer.segment, offer.version) else 0.0
+        self._port.send(self._membership.committed(offer, taken_s))
         return self.version
 
     def let_go(self) -> bool:

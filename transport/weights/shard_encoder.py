@@ -10,6 +10,7 @@ import torch
 
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
+from transport.weights.layout.flat import ITEM_BYTES
 from transport.weights.layout.layout import Layout, TensorLayout
 from transport.weights.tensor_encoder import BaseEncoder, QuantizeJob, jobs_of, magnitudes
 
@@ -53,6 +54,8 @@ class ShardEncoder(BaseEncoder):
         Takes the memory of its quantized tensors. LayoutMismatch as `Encoding.layout`."""
         self.layout = encoding.layout(full)
         """What travels."""
+        if encoding.quantized is not None:
+            self.full_share = _nbytes(encoding.unquantized.layout(full)) / _nbytes(self.layout)
         super().__init__(jobs_of(encoding, self.layout.local(rank), self.layout.aliases, local))
         self._agree, self._device = agree, next(iter(local.values())).device
         jobs = {job.names[0]: job for job in self._jobs}
@@ -84,6 +87,11 @@ class ShardEncoder(BaseEncoder):
             for shared, own in cut.pairs(agreed) if cut else ():
                 own.copy_(shared)
             job.quantize(numbers, job.scale if cut else None)
+
+
+def _nbytes(layout: Layout) -> int:
+    """Of all tensors, each once."""
+    return sum(math.prod(held.shape) * ITEM_BYTES[held.dtype] for held in layout.tensors.values())
 
 
 def _boxes(scale: TensorLayout, rank: int) -> tuple[tuple[Box, Box], ...]:

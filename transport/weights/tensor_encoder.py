@@ -48,6 +48,9 @@ class QuantizeJob:
 class BaseEncoder:
     """Encodes versions by the jobs that it is made with, into their memory."""
 
+    full_share = 1.0
+    """How many times as many bytes a version would have if none of its tensors were quantized."""
+
     def __init__(self, jobs: Sequence[QuantizeJob]) -> None:
         self._jobs = jobs
 
@@ -77,6 +80,8 @@ class Encoder(BaseEncoder):
         Takes the memory of the quantized tensors, on the devices of the full ones. Raises as `flat_layout`."""
         self.layout = encoding.flat_layout(tensors)
         """What travels."""
+        if encoding.quantized is not None:
+            self.full_share = encoding.unquantized.flat_layout(tensors).nbytes / self.layout.nbytes
         names = dict.fromkeys(spec.name for spec in self.layout.tensors)
         super().__init__(jobs_of(encoding, names, self.layout.aliases, tensors))
 
@@ -109,6 +114,11 @@ class EncodedWriter:
     def __init__(self, writer: Any, encoder: BaseEncoder) -> None:
         """`writer`: a WeightWriter or ShardedWriter, made with the layout of `encoder`."""
         self._writer, self._encoder = writer, encoder
+
+    @property
+    def full_share(self) -> float:
+        """As its encoder's."""
+        return self._encoder.full_share
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """As the writer's; quantized tensors are read now, even where the version goes out later."""

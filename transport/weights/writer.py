@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import zmq
@@ -18,7 +18,7 @@ from transport.weights.memory import buffers
 from transport.weights.memory.ports import Site, WriterSegment
 from transport.weights.protocol.messages import Note
 from transport.weights.protocol.pace import Timing
-from transport.weights.protocol.roster import Outgoing, ReaderStatus
+from transport.weights.protocol.roster import Outgoing, ReaderStatus, Sent
 from transport.weights.protocol.segments import SegmentOffers
 
 
@@ -82,9 +82,10 @@ class WeightWriter:
         return self._port.socket
 
     @property
-    def sent(self) -> Mapping[str, Any]:
-        """Nothing: readers take what they need from the segments."""
-        return {}
+    def sent(self) -> Mapping[str, Sent]:
+        """What the newest version that each reader has taken has cost: readers on this machine share a segment, which
+        is written once."""
+        return self._offers.sent
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Write a version and offer it: True. False: no segment is free yet, and a later `poll` writes it.
@@ -174,6 +175,7 @@ class WeightWriter:
         return segment
 
     def _write(self, segment: WriterSegment, version: int, sources: list[torch.Tensor]) -> None:
+        began = self._clock()
         self._offers.writing(segment.key)
         if segment.progress is not None:
             # Before the message: readers sum a version only in a segment that is being written for it.
@@ -187,7 +189,9 @@ class WeightWriter:
             whole = True
         finally:
             segment.unseal(version if whole else -1)
-        self._send(self._offers.written(segment.key, version, sums, digests, self._clock()))
+        now = self._clock()
+        told = self._offers.written(segment.key, version, sums, digests, now, now - began, self.layout.nbytes)
+        self._send(told)
 
     def _send(self, out: Outgoing) -> None:
         for peer, message in out:

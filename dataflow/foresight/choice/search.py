@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.errors import GraphError
@@ -110,25 +110,28 @@ def choose(
 
     knobs: parallelism of generator and trainer, the generator's precision and of unlike devices which each has are
     chosen too. Simulated are, of each setting of the generator's knobs and kinds, the best by closed forms unless it
-    is far off, the best ten of all, and some more of the setting that leads; on cores, of which closed forms know
-    little, all, where they are few.
+    is far off, the best ten of all, and some more of the setting that leads; briefly, and whatever then leads at
+    length, until that stays the best. On cores, of which closed forms know little, all are, where they are few.
     GraphError where no way fits: why the last with the declared knobs did not."""
     objective = objective or Objective()
     how = {"workload": workload, "steps": steps, "constants": constants}
 
-    def simulated(one: tuple[tuple[float, float], int, Candidate, Graph]) -> Way:
-        _, _, candidate, placed = one
-        made = foreseen_of(placed, candidate, devices, **how)
+    def simulated(at: int, *, brief: bool) -> Way:
+        _, _, candidate, placed = found[at]
+        made = foreseen_of(placed, candidate, devices, brief=brief, **how)
         return Way(candidate=candidate, asked=candidate.asked(graph, devices), foreseen=made)
+
+    def least_of(ways: Iterable[Way]) -> float:
+        return min((objective.of(way.foreseen)[0] for way in ways), default=float("inf"))
 
     found: list[tuple[tuple[float, float], int, Candidate, Graph]] = []
     refused: Counter[str] = Counter()
     why: GraphError | None = None
     swapped: dict[str, Graph | GraphError] = {}
-    ways = candidates(
+    tried = candidates(
         graph, devices, knobs=knobs, idle=objective.cost, workload=workload, rates=constants.learner
     )  # fmt: skip
-    for number, candidate in enumerate(ways):
+    for number, candidate in enumerate(tried):
         try:
             placed = _placed(graph, candidate, swapped)
             made = foreseen_of(placed, candidate, devices, simulated=False, **how)
@@ -144,17 +147,21 @@ def choose(
         )
     found.sort(key=lambda each: each[:2])
     taken = _promising([each[2] for each in found], all_of=not devices.gpus)
-    best: list[Way] = []
+    best: dict[int, Way] = {}
+    brief = bool(devices.gpus)
     for at in taken:
-        least = min((objective.of(way.foreseen)[0] for way in best), default=float("inf"))
-        if not devices.gpus or found[at][0][0] <= FAR * least:
-            best.append(simulated(found[at]))
-    leads = min(best, key=lambda way: objective.of(way.foreseen)).candidate
-    more = _others([each[2] for each in found], leads, taken)
-    best += [simulated(found[at]) for at in more]
-    best = ranked(best, objective, 0.0 if devices.gpus else ALIKE)
+        if not brief or found[at][0][0] <= FAR * least_of(best.values()):
+            best[at] = simulated(at, brief=brief)
+    leads = min(best, key=lambda at: objective.of(best[at].foreseen))
+    for at in _others([each[2] for each in found], found[leads][2], taken):
+        best[at] = simulated(at, brief=brief)
+    at_length: set[int] = set()
+    while brief and (leads := min(best, key=lambda at: objective.of(best[at].foreseen))) not in at_length:
+        best[leads] = simulated(leads, brief=False)
+        at_length.add(leads)
+    ways = ranked([*best.values()], objective, 0.0 if devices.gpus else ALIKE)
     return SearchResult(
-        ways=best[:BEST], tried=len(ways), simulated=len(best), refused=dict(refused.most_common()),
+        ways=ways[:BEST], tried=len(tried), simulated=len(best), refused=dict(refused.most_common()),
         objective=objective,
     )  # fmt: skip
 

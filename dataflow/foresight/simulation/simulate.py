@@ -84,7 +84,7 @@ class _World:
             )
             for number in range(scenario.replicas)
         ]  # fmt: skip
-        self._first = min(scenario.steps - 1, 2 * (ahead + 1) + scenario.steps // 10) or 1
+        self._first = counted_from(scenario.steps, ahead)
         self._trainer = SimulatedTrainer(
             scenario, clock, self._used("trainer"), self._publish, self._settle, first=self._first
         )  # fmt: skip
@@ -244,6 +244,17 @@ class _World:
             self._doom_trainer()
 
         self._clock.after(failures.restart_s + failures.lost_s, back)
+
+
+def counted_from(steps: int, max_staleness: int) -> int:
+    """The step from which on steps are counted: the pipeline is full, and whole rounds follow. At the bound a generator
+    may start the prompts of several steps at once, so steps are unlike in rounds of `max_staleness + 1`.
+
+    >>> counted_from(60, 2), counted_from(24, 2), counted_from(2, 0)
+    (12, 9, 1)
+    """
+    first = 2 * (max_staleness + 1) + steps // 10
+    return max(1, min(steps - 1, first + (steps - first) % (max_staleness + 1)))
 
 
 def _name(node: str, number: int, replicas: int) -> str:

@@ -6,7 +6,7 @@ const TAGS = new Set(['svg', 'title', 'desc', 'g', 'rect', 'path', 'line', 'text
 const KINDS = ['busy', 'blocked', 'waiting', 'starved'];
 const FEW = 40;
 const stage = document.getElementById('stage'), card = document.getElementById('node');
-let graph = null, drawing = null, scale = 0, picked = null, now = null, all = false;
+let graph = null, drawing = null, scale = 0, picked = null, chosen = null, now = null, all = false;
 const parts = new Map(), lines = new Map(), shown = new Map();
 
 function make(shape) {
@@ -25,7 +25,7 @@ function shape(tag, attributes, parent) {
 }
 
 export function drawGraph(found) {
-  graph = found; drawing = null; picked = null; card.hidden = true;
+  graph = found; drawing = null; picked = chosen = null; card.hidden = true;
   parts.clear(); lines.clear(); shown.clear();
   stage.replaceChildren();
   if (!found.picture) {
@@ -59,7 +59,11 @@ export function drawGraph(found) {
   for (const name of [...parts.keys()].slice(0, 2000)) add(names, 'option').value = plain(name);
   for (const element of drawing.querySelectorAll('[data-edge]')) {
     const edge = graph.edges[+element.dataset.edge];
-    if (edge) lines.set(key(edge), [...(lines.get(key(edge)) || []), element]);
+    if (!edge) continue;
+    lines.set(key(edge), [...(lines.get(key(edge)) || []), element]);
+    const line = element.querySelector('.line');
+    if (line) shape('path', {class: 'reach', d: line.getAttribute('d') ?? ''}, element);
+    element.addEventListener('click', () => choose(key(edge)));
   }
   zoom(Math.max(READABLE, whole()));
   const [first] = parts.values();
@@ -127,6 +131,7 @@ const takesWeights = name => graph.edges.some(edge => edge.plane === 'weights' &
 
 function pick(name) {
   picked = picked === name ? null : name;
+  mark(null);
   const declared = graph.nodes.find(node => node.name === picked);
   told(picked && {name: picked, knobs: graph.settable?.[picked], swaps: declared.kind === 'operator' && !takesWeights(picked), replicas: now?.nodes.find(each => each.name === picked)?.replicas});
   for (const [other, part] of parts) {
@@ -136,8 +141,59 @@ function pick(name) {
   showPicked();
 }
 
+// An edge whose numbers stand in the card; a second time: none.
+function choose(edge) {
+  if (picked !== null) pick(picked);
+  mark(chosen === edge ? null : edge);
+  showPicked();
+}
+
+function mark(edge) {
+  for (const element of lines.get(chosen) || []) element.classList.remove('picked');
+  chosen = edge;
+  for (const element of lines.get(chosen) || []) element.classList.add('picked');
+}
+
+const counts = ([batches, rows, size]) => `${short(rows)} rows, ${bytes(size)}, in ${short(batches)} batches`;
+
+function showChosen() {
+  const data = now?.edges.find(each => key(each) === chosen), weights = now?.weights.find(each => key(each) === chosen);
+  const edge = data ?? weights;
+  card.replaceChildren();
+  if (!edge) { add(card, 'p', NOT, 'muted'); return; }
+  add(card, 'h3', data ? `${edge.from} → ${edge.to} · rows of ${edge.source}` : `${edge.from} → ${edge.to} · weights`);
+  const list = add(card, 'dl');
+  const tell = (name, value) => { add(list, 'dt', name); add(list, 'dd', value); };
+  if (data) {
+    tell('in flight', edge.depth === null ? NOT : `${short(edge.depth)} rows of ${short(edge.capacity)} that there is credit for`);
+    tell('crosses it', edge.rows_s === null ? NOT : `${short(edge.rows_s)} rows/s, ${bytes(Math.round(edge.bytes_s))}/s`);
+    for (const [end, ends] of [['sent', 'counted where it begins'], ['received', 'counted where it ends'], ['acknowledged', 'done with']])
+      tell(`${end} so far`, edge.crossed ? `${counts(edge.crossed[end])}, ${ends}` : NOT);
+    return;
+  }
+  const last = now.newest[edge.from] || {}, exchange = last.exchanges?.[edge.to];
+  tell('version', `${short(edge.made)} made, ${short(edge.has)} at the reader`);
+  tell('last exchange', exchange ? `version ${short(exchange.version)}, to ${short(exchange.readers)} ${exchange.readers === 1 ? 'reader' : 'readers'}` : NOT);
+  tell('as the trainer sees it', took(exchange?.committed_seconds, 'from its start until every reader computed with it'));
+  tell('as the reader sees it', took(exchange?.taken_seconds, 'from its arrival until it was taken at a safe point'));
+  tell('bytes', moved(exchange));
+  for (const [part, says] of [['staleness', 'staleness'], ['staleness_generating', 'crossed while generated'], ['staleness_waiting', 'crossed while waiting']])
+    tell(says, stale(last, part));
+}
+
+const took = (value, says) => value === undefined ? NOT : `${short(value)} s, ${says}`;
+const stale = (line, part) => line[`${part}_mean`] === undefined || line[`${part}_mean`] === null
+  ? NOT : `${short(line[`${part}_mean`])} versions on the mean, ${short(line[`${part}_max`])} at most`;
+
+function moved(exchange) {
+  if (exchange?.nbytes === undefined) return NOT;
+  const full = exchange.full_bytes, less = full > exchange.nbytes ? `, ${percent(1 - exchange.nbytes / full)} less` : '';
+  return `${bytes(exchange.nbytes)} of ${bytes(full)} in full${less}`;
+}
+
 function showPicked() {
-  card.hidden = !picked;
+  card.hidden = !picked && !chosen;
+  if (chosen) { showChosen(); return; }
   if (!picked) return;
   const declared = graph.nodes.find(node => node.name === picked);
   const node = now?.nodes.find(each => each.name === picked);
@@ -185,6 +241,15 @@ function meter(cell, shares) {
   KINDS.forEach((kind, at) => { bar.children[at].style.width = shares ? `${shares[kind] * 100}%` : '0'; });
 }
 
+// The name of an edge, which opens its numbers.
+function opener(cell, edge) {
+  let button = cell.firstChild;
+  if (!button || !button.classList) { cell.replaceChildren(); button = add(cell, 'button', undefined, 'bare'); }
+  say(button, `${edge.from} → ${edge.to}`);
+  button.onclick = () => choose(key(edge));
+  button.setAttribute('aria-pressed', String(chosen === key(edge)));
+}
+
 function credit(cell, edge) {
   if (edge.depth === null) { say(cell, NOT); return; }
   const share = edge.capacity ? edge.depth / edge.capacity : 0;
@@ -197,11 +262,12 @@ const NODE_HEADS = [
   {text: 'waiting', number: true}, {text: 'starved', number: true}, {text: 'rows/s out', number: true}, {text: 'replicas', number: true}, {text: 'memory', number: true},
 ];
 const EDGE_HEADS = [
-  {text: 'edge'}, {text: 'rows of'}, {text: 'rows/s', number: true}, {text: 'in flight, of credit', draw: credit},
+  {text: 'edge', draw: opener}, {text: 'rows of'}, {text: 'rows/s', number: true}, {text: 'bytes/s', number: true}, {text: 'in flight, of credit', draw: credit},
 ];
 const WEIGHT_HEADS = [
-  {text: 'edge'}, {text: 'version made', number: true}, {text: 'reader has', number: true}, {text: 'behind', number: true},
-  {text: 'staleness of the last step: mean, most'}, {text: 'bound', number: true}, {text: 'last exchange'}, {text: 'bytes of it'},
+  {text: 'edge', draw: opener}, {text: 'version made', number: true}, {text: 'reader has', number: true}, {text: 'behind', number: true},
+  {text: 'staleness of the last step: mean, most'}, {text: 'while generated'}, {text: 'while waiting'}, {text: 'bound', number: true},
+  {text: 'last exchange: trainer, reader'}, {text: 'bytes of it'},
 ];
 
 export function showNow(found) {
@@ -223,10 +289,10 @@ export function showNow(found) {
   more.hidden = all || sorted.length <= FEW;
   say(more, `the ${FEW} busiest are shown; show all ${sorted.length}`);
   fill(document.getElementById('edges'), EDGE_HEADS, found.edges.slice(0, all ? 4000 : FEW).map(edge => [
-    `${edge.from} → ${edge.to}`, edge.source, edge.rows_s === null ? NOT : short(edge.rows_s), edge,
+    edge, edge.source, edge.rows_s === null ? NOT : short(edge.rows_s), edge.bytes_s === null ? NOT : bytes(Math.round(edge.bytes_s)), edge,
   ]));
   fill(document.getElementById('weights'), WEIGHT_HEADS, found.weights.map(weightRow));
-  if (picked) showPicked();
+  if (picked || chosen) showPicked();
 }
 document.getElementById('more-nodes').onclick = () => { all = true; if (now) showNow(now); };
 
@@ -238,13 +304,12 @@ function memory(node) {
 function weightRow(edge) {
   const last = now.newest[edge.from] || {};
   const bound = graph.edges.find(each => each.plane === 'weights' && each.from === edge.from && each.to === edge.to);
-  const stale = last.staleness_mean === undefined || last.staleness_mean === null
-    ? NOT : `${short(last.staleness_mean)}, ${short(last.staleness_max)}`;
-  const took = last.seconds_publish === undefined || last.seconds_publish === null
-    ? NOT : `${short(last.seconds_publish)} s to publish`;
-  const sent = last.weights_sent?.[edge.to]?.bytes;
-  return [`${edge.from} → ${edge.to}`, short(edge.made), short(edge.has), edge.behind === null ? NOT : short(edge.behind), stale,
-    short(bound?.max_staleness), took, sent === undefined ? NOT : bytes(sent)];
+  const pair = part => last[`${part}_mean`] === undefined || last[`${part}_mean`] === null
+    ? NOT : `${short(last[`${part}_mean`])}, ${short(last[`${part}_max`])}`;
+  const exchange = last.exchanges?.[edge.to];
+  const seconds = exchange?.committed_seconds === undefined ? NOT : `${short(exchange.committed_seconds)} s, ${short(exchange.taken_seconds)} s`;
+  return [edge, short(edge.made), short(edge.has), edge.behind === null ? NOT : short(edge.behind),
+    pair('staleness'), pair('staleness_generating'), pair('staleness_waiting'), short(bound?.max_staleness), seconds, moved(exchange)];
 }
 
 function showNode(node) {
@@ -267,7 +332,10 @@ function showNode(node) {
 
 function showEdge(edge) {
   const share = edge.depth === null || !edge.capacity ? 0 : edge.depth / edge.capacity;
+  const says = edge.rows_s === null ? '' : `; ${short(edge.rows_s)} rows/s, ${bytes(Math.round(edge.bytes_s))}/s`;
   for (const element of lines.get(key(edge)) || []) {
+    const title = element.querySelector('title');
+    if (title) say(title, (element.dataset.says ??= title.textContent) + says);
     element.classList.toggle('full', share >= 1);
     element.classList.toggle('half', share >= 0.5 && share < 1);
   }

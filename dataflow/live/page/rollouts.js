@@ -161,8 +161,11 @@ function text(name, part, where) {
 }
 
 const LOGPROBS = [[Math.log(0.9), '≥ 90%'], [Math.log(0.5), '≥ 50%'], [Math.log(0.2), '≥ 20%'], [Math.log(0.05), '≥ 5%'], [-Infinity, 'less likely']];
+const RATIO = 'importance ratio';
+const RATIOS = [[1.1, '0.91 to 1.1'], [1.5, '0.67 to 1.5'], [2, '0.5 to 2'], [4, '0.25 to 4'], [Infinity, 'further from 1']];
 function classOf(value, colour, least, most) {
   if (value === null || typeof value !== 'number') return '';
+  if (colour === RATIO) return `t${RATIOS.findIndex(([bound]) => Math.max(value, 1 / value) <= bound)}`;
   if (colour === 'logprobs') return `t${LOGPROBS.findIndex(([bound]) => value >= bound)}`;
   if (colour === 'versions') return `t${(value - least) % 5}`;
   return most > least ? `t${Math.min(4, Math.floor((value - least) / (most - least) * 5))}` : 't0';
@@ -173,7 +176,7 @@ function tokens(found, where) {
   add(head, 'h3', 'Tokens');
   const label = add(head, 'label', 'coloured by '), choice = add(label, 'select');
   for (const name of found.colours) add(choice, 'option', name === 'logprobs' ? 'log-probability' : name === 'versions' ? 'version' : name).value = name;
-  if (!found.has_ratio) add(head, 'span', 'importance ratio: not stored by this run', 'muted small');
+  if (!found.has_ratio) add(head, 'span', `importance ratio: ${found.no_ratio}`, 'muted small');
   const scale = add(body, 'p', undefined, 'scale'), box = add(body, 'div', undefined, 'text tokens');
   box.tabIndex = 0;
   box.setAttribute('role', 'group');
@@ -230,6 +233,7 @@ function tokens(found, where) {
 function legend(scale, colour, part) {
   scale.replaceChildren();
   if (colour === 'logprobs') LOGPROBS.forEach(([, label], at) => add(scale, 'span', label, `t${at}`));
+  else if (colour === RATIO) RATIOS.forEach(([, label], at) => add(scale, 'span', label, `t${at}`));
   else if (colour === 'versions') for (let each = part.least; each <= part.most && each < part.least + 12; each++) add(scale, 'span', `version ${each}`, `t${(each - part.least) % 5}`);
   else for (let each = 0; each < 5; each++) add(scale, 'span', `from ${short(part.least + (part.most - part.least) * each / 5)}`, `t${each}`);
   add(scale, 'span', 'grey: given, not chosen', 'muted');

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from dataflow.trackers.tracker import StepFigures, TrackedRun, Tracker
+from dataflow.worker.kept_counts import UNITS
 
 PORT = 9464
 """That OpenTelemetry's exporters to Prometheus have."""
@@ -57,6 +58,7 @@ class PrometheusTracker(Tracker):
         self._lock = threading.Lock()
         self._figures: dict[tuple[str, str], float] = {}
         self._done: dict[tuple[str, str], float] = {}
+        self._crossed: dict[tuple[str, str], tuple[float, ...]] = {}
         app = client.make_wsgi_app(self._registry)
         self._server = make_server(HOST, self.port, _guarded(app), _Threads, _Quiet)
         self._server.daemon_threads = True  # type: ignore[attr-defined]
@@ -78,6 +80,13 @@ class PrometheusTracker(Tracker):
                     if isinstance(value, int | float) and name not in ("step", "version"):
                         self._done[node, name] = float(value)
 
+    def crossed(self, edges: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+        """What has crossed data edges."""
+        with self._lock:
+            for edge, ends in edges.items():
+                for end, counts in ends.items():
+                    self._crossed[edge, end] = tuple(map(float, counts))
+
     def finish(self, outcome: str) -> None:
         """Serve no more."""
         self._server.shutdown()
@@ -88,7 +97,7 @@ class PrometheusTracker(Tracker):
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
-            figures, done = dict(self._figures), dict(self._done)
+            figures, done, crossed = dict(self._figures), dict(self._done), dict(self._crossed)
         families: dict[str, Any] = {}
         kind: Any
         for (node, name), value in figures.items():
@@ -105,6 +114,15 @@ class PrometheusTracker(Tracker):
                 key, kind, what = f"dataflow_node_{_name(name)}{unit}", CounterMetricFamily, f"{name} of a node so far"
             family = families.setdefault(key, kind(key, what, labels=("run", "node")))
             family.add_metric((self._run, node), value)
+        for at, unit in enumerate(UNITS):
+            family = CounterMetricFamily(
+                f"dataflow_edge_{unit}", f"{unit} on a data edge so far, as counted at one end of it",
+                labels=("run", "edge", "counted"),
+            )  # fmt: skip
+            for (edge, end), counts in crossed.items():
+                family.add_metric((self._run, edge, end), counts[at])
+            if crossed:
+                yield family
         yield from families.values()
 
 

@@ -64,6 +64,7 @@ def learner_of(
         skip_zero_advantage=trainer.skip_zero_advantage,
         whiten=trainer.whiten,
         seed=seed,
+        keep_new_logprobs=trainer.keep_new_logprobs and trainer.model.head == "lm",
     )  # fmt: skip
     learner.parked = OffloadedLearner(learner, aside) if trainer.offload or aside is not None else None
     return learner

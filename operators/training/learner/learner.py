@@ -103,11 +103,15 @@ class Learner:
     """What it keeps for readers that get every n-th version."""
     before_change: Callable[[], None] | None = None
     """Waits for those who read the weights and the optimiser's state, a checkpoint; see `unread`."""
+    keep_new_logprobs: bool = False
+    """Whether `new_logprobs` has the log-probabilities that a policy computes."""
     _rows: StepRows | None = None
     _diagnostics: Diagnostics | None = None
     _scale_R: Array = field(default_factory=lambda: np.zeros(0))
     _totals: list[Tensor] = field(default_factory=list)
     _bad: list[tuple[Tensor, Array]] = field(default_factory=list)
+    _new: list[tuple[Array, Tensor]] = field(default_factory=list)
+    """Of each micro-batch, which of the step's tokens it trained, and their log-probabilities."""
     _nodes: int = 0
 
     def __post_init__(self) -> None:
@@ -174,7 +178,7 @@ class Learner:
         self._diagnostics = Diagnostics(
             ratio_bounds(self.loss.knobs, self.loss.columns + self.loss.computed), version, names
         )
-        self._rows, self._scale_R, self._totals, self._bad = rows, scale_R, [], []
+        self._rows, self._scale_R, self._totals, self._bad, self._new = rows, scale_R, [], [], []
         self._nodes = 0
         torch.manual_seed((self.seed * 1_000_003 + version) % 2**63)
         self._no_gradients()
@@ -198,6 +202,8 @@ class Learner:
         left_T = None if rows.tokens.sampling_mask is None else rows.tokens.sampling_mask.take(flat_T)
         computed = self.forward.computed(packed, left_T, self.loss.computed)
         new_T = next(iter(computed.values()))
+        if self.keep_new_logprobs:
+            self._new.append((flat_T, new_T.detach()))
         wanted = {LOGPROBS, *self.loss.columns}
         per_token = {name: values for name, values in rows.per_token.items() if name in wanted}
         given = {name: self._tensor(values[flat_T], new_T) for name, values in per_token.items()}
@@ -248,6 +254,16 @@ class Learner:
             loss=loss, grad_norm=grad_norm, measures=self._diagnostics.measures(found, most), nodes=round(computed),
             culprit=culprit, settle_s=settle_s, settled=settled,
         )  # fmt: skip
+
+    def new_logprobs(self) -> tuple[StepRows, Array]:
+        """The rows of the step that was computed last, of this rank, and the log-probabilities of their tokens before
+        the update, float32 [S]; NaN where a token was not trained."""
+        assert self._rows is not None
+        found_S = np.full(len(self._rows.tokens), np.nan, np.float32)
+        if self._new:
+            positions = np.concatenate([flat_T for flat_T, _ in self._new])
+            found_S[positions] = torch.cat([values_T.float() for _, values_T in self._new]).cpu().numpy()
+        return self._rows, found_S
 
     def _no_gradients(self) -> None:
         """In main memory they have their places before anything else of a step, and keep them: given back and taken

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from dataflow import records
 from dataflow.records import AnyArray, gather, one_chunk, per_token
-from dataflow.staleness import oldest_versions
+from dataflow.staleness import newest_versions, oldest_versions
 from dataflow.tokens.rollout_tokens import COLUMNS, RolloutTokens
 from dataflow.tokens.training_rows import cuts, unfolded
 
@@ -53,6 +53,12 @@ class StepRows:
         chosen[self.offsets[:-1][np.diff(self.offsets) > 0]] = False
         chosen[self.cuts_S] = False
         return chosen
+
+    @cached_property
+    def newest_R(self) -> AnyArray:
+        """Version behind the newest token of each, with which it was finished; -1 where the policy chose none."""
+        offsets = pa.array(self.offsets, pa.int32())
+        return newest_versions(pa.ListArray.from_arrays(offsets, pa.array(self.tokens.versions)))
 
     @cached_property
     def longest_R(self) -> AnyArray:

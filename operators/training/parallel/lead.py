@@ -185,6 +185,11 @@ class _LedWriter:
         """Of all ranks."""
         return getattr(self._own, "traffic", None)
 
+    @property
+    def full_share(self) -> float:
+        """As that of any rank."""
+        return float(getattr(self._own, "full_share", 1.0))
+
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """Offer each rank's shards of a version."""
         self._waits = True

@@ -15,7 +15,7 @@ from dataflow.foresight.choice.gains import Gain, changes, gains, staler, told
 from dataflow.foresight.choice.learners import deals_out
 from dataflow.foresight.choice.search import ALIKE, Objective, choose, cost_of, ranked, reason
 from dataflow.foresight.choice.told import ways
-from dataflow.foresight.foresee import foresee
+from dataflow.foresight.foresee import BRIEF_STEPS, SIMULATED_STEPS, foresee
 from dataflow.foresight.simulation.clock import Clock, Processors
 from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.workload import Workload
@@ -95,6 +95,12 @@ def test_the_chosen_way_is_the_shortest_of_those_simulated_and_the_graph_stays_a
         assert again.step_s == way.foreseen.step_s
     assert any(way.candidate.knobs for way in choice.ways)
     assert f"{choice.tried} ways looked at, {choice.simulated} simulated" in ways(choice)
+
+
+def test_whoever_leads_was_simulated_at_length_and_the_others_may_be_told_of_briefly(model: Model) -> None:
+    choice = choose(graph(model, 2), read_devices("8xH100"), workload=Workload(prompt_tokens=200, mean_tokens=60))
+    lengths = [len(way.foreseen.simulated.step_ends) for way in choice.ways if way.foreseen.simulated is not None]
+    assert lengths[0] == SIMULATED_STEPS and set(lengths) == {SIMULATED_STEPS, BRIEF_STEPS}
 
 
 def test_a_way_that_is_far_off_by_closed_forms_is_not_simulated(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from dataflow.foresight.simulation.scenario import (
     TrainerCosts,
     coarse,
 )
-from dataflow.foresight.simulation.simulate import Simulated, simulate
+from dataflow.foresight.simulation.simulate import Simulated, counted_from, simulate
 
 
 def scenario(slots: int = 64, **changes: Any) -> Scenario:
@@ -101,6 +101,20 @@ def test_strides_of_many_decode_steps_change_little() -> None:
     rough = replace(fine, stride=9)
     assert coarse(fine).stride == 1 and coarse(fine, most=200).stride == 9
     assert simulate(rough).step_s == pytest.approx(simulate(fine).step_s, rel=0.03)
+
+
+@given(steps=st.integers(2, 300), staleness=st.integers(0, 9))
+def test_steps_are_counted_in_whole_rounds_of_the_bound(steps: int, staleness: int) -> None:
+    first = counted_from(steps, staleness)
+    assert 1 <= first < steps
+    assert (steps - first) % (staleness + 1) == 0 or first == steps - 1
+
+
+def test_a_brief_run_tells_of_steps_that_are_unlike_in_rounds_as_a_long_one_does() -> None:
+    once = {"max_staleness": 3, "trainer": TrainerCosts(step_s=0.001)}
+    long, brief = (simulate(scenario(256, steps=steps, **once)) for steps in (120, 20))
+    assert long.steps_s.std() > 0.3 * long.step_s
+    assert brief.step_s == pytest.approx(long.step_s, rel=0.01)
 
 
 def test_a_bound_below_a_step_stands_still_and_is_told() -> None:

@@ -23,6 +23,8 @@ from dataflow.live.server import ClientLimits, PageServer
 from dataflow.live.steering import Controls, Steering
 
 TOKEN = "t0ken-of-a-test"
+EXCHANGE = {"nbytes": 1 << 20, "full_bytes": 4 << 20, "seconds": 0.1, "committed_seconds": 0.75, "taken_seconds": 0.25,
+            "pair_bytes": [[1 << 20]]}  # fmt: skip
 
 
 @pytest.fixture
@@ -39,7 +41,10 @@ def folder(tmp_path: Path) -> RunFolder:
             made.rollouts_of().write(step, rollouts(step))
             ledger.commit_step("trainer", step, version=step, source="prompts", trained=groups)
             line = {"step": step, "node": "trainer", "loss": 1.0 / step, "reward_mean": step * 0.1,
-                    "dropped": {"stale": 0}, "staleness_mean": 1.0, "staleness_max": 2, "kl": None}  # fmt: skip
+                    "dropped": {"stale": 0}, "staleness_mean": 1.0, "staleness_max": 2, "kl": None,
+                    "staleness_generating_mean": 0.75, "staleness_generating_max": 2,
+                    "staleness_waiting_mean": 0.25, "staleness_waiting_max": 1,
+                    "weights_sent": {"generator-0": EXCHANGE | {"version": step - 1}}}  # fmt: skip
             made.append_metrics(line)
     graph.draw(made.graph_svg)
     with made.metrics.open("a") as file:

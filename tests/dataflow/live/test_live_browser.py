@@ -79,6 +79,30 @@ def test_the_graph_the_series_and_the_rollouts_are_there(page: Browser) -> None:
     page.wait("![...document.querySelectorAll('.chart .name')].some(e => e.textContent == 'reward_mean')")
 
 
+def test_an_edge_s_numbers_stand_in_a_panel(folder: RunFolder, serve: Callable[..., Any], window: Browser) -> None:
+    def ask(where: RunFolder, patience_s: float) -> Any:
+        return told(100, 5.0)
+
+    page = filled(window, serve([folder], ask).port)
+    page.wait("document.getElementById('edges').textContent.includes('4 of 8')")
+    click(page, "#edges button", "prompts → generator")
+    page.wait("document.getElementById('node').textContent.includes('4 rows of 8 that there is credit for')")
+    assert "100 rows, 9.77 KiB, in 100 batches, counted where it ends" in text_of(page, "node")
+    assert page.ask("document.querySelectorAll('#stage .link.picked').length") == 1
+    assert page.ask("document.querySelectorAll('#stage .link.half').length") == 1, "half of its credit is in use"
+    click(page, "#weights button", "trainer → generator")
+    page.wait("document.getElementById('node').textContent.includes('0.75 s, from its start')")
+    found = text_of(page, "node")
+    assert "0.25 s, from its arrival" in found and "1.00 MiB of 4.00 MiB in full, 75% less" in found
+    assert "0.75 versions on the mean, 2 at most" in found and "0.25 versions on the mean, 1 at most" in found
+    click(page, "#weights button", "trainer → generator")
+    page.wait("document.getElementById('node').hidden")
+    page.ask("document.querySelectorAll('#stage .node')[1].focus()")
+    page.press("Enter")
+    page.wait("!document.getElementById('node').hidden && document.querySelectorAll('#stage .picked').length == 1")
+    assert not page.troubles
+
+
 def test_two_runs_lie_over_each_other_and_are_told_apart(page: Browser) -> None:
     enter(page, "beside", "1")
     page.wait("document.querySelectorAll('.chart path.b').length > 2")
@@ -140,7 +164,7 @@ def test_a_link_leads_to_one_rollout_with_its_tokens_its_scores_and_its_group(
     page.wait("document.querySelectorAll('.tokens span').length == 4")
     assert "reward4" in page.ask("document.querySelector('#rollout-body .card').textContent")
     shown = "[...document.querySelectorAll('.tokens span')].map(e => e.className)"
-    assert page.ask(shown) == ["given", "t0", "t4", "t0"], "by importance ratio, which this run stores"
+    assert page.ask(shown) == ["given", "t0", "t3", "t0"], "by importance ratio, which this run stores"
     enter_colour(page, "logprobs")
     page.wait(f"String({shown}) == 'given,t1,t3,t0'")
     assert page.ask("document.querySelector('#rollout .scale').textContent").startswith("≥ 90%")

@@ -2,8 +2,10 @@
 
 import pytest
 
+from dataflow.doctor.facts import EdgeFacts
+from dataflow.live.edges import data_edges, exchanges
 from dataflow.live.guard import NotAdmitted, PageRequest, admit
-from dataflow.live.looks import rows_of, shares, whole
+from dataflow.live.looks import shares, whole
 from dataflow.live.picture import name_edges, shapes
 from dataflow.live.server import parse
 
@@ -59,12 +61,37 @@ def test_shares_are_what_was_measured_and_nothing_fills_the_rest() -> None:
     assert shares(None) is None and shares({"busy": 1.0, "measured": 0.0}) is None and shares({"busy": 1.0}) is None
 
 
-def test_rows_of_an_edge_are_told_where_they_are_those_of_one_of_its_nodes() -> None:
-    ends = [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("x", "c")]
-    rows = dict.fromkeys("abcdx", (1.0, 2.0))
-    assert rows_of("a", "b", ends, rows) == 1.0, "the only way into b"
-    assert rows_of("b", "d", ends, rows) == 2.0, "the only way out of b"
-    assert rows_of("a", "c", ends, rows) is None
+def test_an_edge_s_rates_are_those_of_what_has_arrived_and_unknown_where_counts_begin_anew() -> None:
+    def at(rows: int) -> dict[str, dict[str, list[int]]]:
+        return {"a>b:s": {"sent": [9, 99, 999], "received": [rows // 8, rows, rows * 100], "acknowledged": [0, 0, 0]}}
+
+    edge = EdgeFacts(producer="a", consumer="b", source="s", depth=3, capacity=9)
+    (found,) = data_edges([edge], at(40), at(8), 4.0)
+    assert (found["rows_s"], found["bytes_s"], found["crossed"]["sent"]) == (8.0, 800.0, [9, 99, 999])
+    (first,) = data_edges([edge], at(40), {}, 4.0)
+    assert first["rows_s"] == 10.0, "nothing had crossed it"
+    for now, before, passed in ((at(8), at(40), 4.0), (at(8), None, 4.0), (at(8), at(8), 0.0), (None, None, 4.0)):
+        (found,) = data_edges([edge], now, before, passed)
+        assert found["rows_s"] is None and found["bytes_s"] is None
+
+
+def test_an_exchange_is_told_by_reader_its_replicas_together_by_what_took_most() -> None:
+    sent = {
+        "version": 7,
+        "nbytes": 10,
+        "full_bytes": 40,
+        "seconds": 0.1,
+        "committed_seconds": 0.5,
+        "taken_seconds": 0.2,
+    }
+    line = {"weights_sent": {"generator-0": sent, "generator-1": {**sent, "version": 6, "taken_seconds": 0.9},
+                             "values-0": {"version": 7, "handed_on": {"values-1": 7}}}}  # fmt: skip
+    assert exchanges(line) == {
+        "generator": {"readers": 2, "version": 6, "nbytes": 10, "full_bytes": 40, "seconds": 0.1,
+                      "committed_seconds": 0.5, "taken_seconds": 0.9},
+        "values": {"readers": 2, "version": 7},
+    }  # fmt: skip
+    assert exchanges({}) == exchanges({"weights_sent": None}) == exchanges({"weights_sent": {"a-0": 1}}) == {}
 
 
 def test_the_last_part_of_a_run_counts_from_its_first_step() -> None:

@@ -113,7 +113,7 @@ def test_a_run_under_way_is_told_by_its_scheduler_once_for_all_who_ask(folder: R
     assert node["rows_in_s"] == 10.0 and node["rows_out_s"] == 80.0 and node["version"] == 3
     assert node["shares"] == {"busy": 0.5, "blocked": 0.0, "waiting": 0.0, "starved": 0.0}, "the rest is nobody's"
     edge = next(e for e in looks.look()["edges"] if e["to"] == "generator")
-    assert (edge["depth"], edge["capacity"], edge["rows_s"]) == (4, 8, 10.0)
+    assert (edge["depth"], edge["capacity"], edge["rows_s"], edge["bytes_s"]) == (4, 8, 10.0, 1000.0)
     now[0] += 2.0
     node = next(n for n in looks.look()["nodes"] if n["name"] == "generator")
     assert node["shares"] is None, "its worker counts from nothing again"

@@ -193,7 +193,10 @@ def test_prometheus_reads_the_newest_figures_of_this_machine_by_its_own_name(fol
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from prometheus_client.parser import text_string_to_metric_families
 
-    folder.note_activity(5.0, {"trainer": {"busy": 4.5, "rows_in": 60, "replicas": 1, "step": 5}})
+    crossed = {"sent": [3, 24, 900], "received": [2, 16, 600], "acknowledged": [1, 8, 300]}
+    folder.note_activity(
+        5.0, {"trainer": {"busy": 4.5, "rows_in": 60, "replicas": 1, "step": 5}}, {"reward>trainer:prompts": crossed}
+    )  # fmt: skip
     port = free_port()
     kept = keep(PrometheusTracker(port=port))
     kept.until(lambda: kept.keeper._kept[0].well_since is not None and kept.in_call(""))
@@ -205,6 +208,12 @@ def test_prometheus_reads_the_newest_figures_of_this_machine_by_its_own_name(fol
     assert families["dataflow_node_busy_seconds"].type == "counter"
     assert families["dataflow_node_busy_seconds"].samples[0].value == 4.5
     assert families["dataflow_node_rows_in"].samples[0].name == "dataflow_node_rows_in_total"
+    for at, unit in enumerate(("batches", "rows", "bytes")):
+        samples = families[f"dataflow_edge_{unit}"].samples
+        assert {each.labels["edge"] for each in samples} == {"reward>trainer:prompts"}
+        assert {each.labels["counted"]: each.value for each in samples if each.name.endswith("_total")} == {
+            end: counts[at] for end, counts in crossed.items()
+        }
     assert asked(port, host="figures.example:80")[0] == 404 and asked(port, path="/else")[0] == 404
     assert asked(port, host=f"localhost:{port}")[0] == 200
     kept.finish()

@@ -4,6 +4,7 @@ import functools
 import math
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from trainer_rig import gradient, group, reference_logprobs, rows_of, tiny_learner, tiny_llama, tiny_trainer
@@ -12,7 +13,7 @@ from operators.losses import aipo, gspo, truncated_is
 from operators.training.learner.diagnostics import Diagnostics, ratio_bounds, sums_of
 from operators.training.learner.loss_function import read_loss
 from operators.training.learner.rows import whitened
-from operators.training.metrics import by_staleness
+from operators.training.metrics import by_staleness, staleness_figures
 
 
 def tokens(count: int, seed: int) -> list[torch.Tensor]:
@@ -89,6 +90,28 @@ def test_rollouts_are_counted_by_the_age_of_their_oldest_token() -> None:
     assert {age: each["rollouts"] for age, each in found.items()} == {"0": 3, "2": 3}
     assert found["2"]["advantage_mean"] == pytest.approx(0.5 / 3)
     assert found["2"]["advantage_size"] == pytest.approx(2.5 / 3)
+
+
+def test_both_parts_of_staleness_are_those_of_each_rollout_and_their_means_add_up() -> None:
+    def drawn(number: int, versions: list[int]) -> pa.RecordBatch:
+        """Completions of as many tokens as there are versions, all of those."""
+        records = group(number, size=3)
+        plain = records.to_pylist()
+        for row in plain:
+            row |= {"tokens": [5, *([7] * len(versions))], "mask": [False, *([True] * len(versions))]}
+            row |= {"logprobs": [0.0, *([-1.0] * len(versions))], "versions": [-1, *versions]}
+        return pa.RecordBatch.from_pylist(plain, schema=records.schema)
+
+    rows = rows_of(drawn(0, [2, 2, 4]), drawn(1, [3, 5]), drawn(2, [5]))
+    assert rows.newest_R.tolist() == [4] * 3 + [5] * 6
+    found = staleness_figures(5, rows)
+    assert found == {
+        "staleness_mean": pytest.approx(5 / 3), "staleness_max": 3,
+        "staleness_generating_mean": pytest.approx(4 / 3), "staleness_generating_max": 2,
+        "staleness_waiting_mean": pytest.approx(1 / 3), "staleness_waiting_max": 1,
+    }  # fmt: skip
+    none = staleness_figures(5, rows_of(drawn(0, [])))
+    assert set(none.values()) == {0} and none.keys() == found.keys()
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_trained_tokens() -> None:

@@ -21,6 +21,7 @@ from operators.models.errors import ModelError
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint
 from operators.training.learner.build import forward_of, learner_of
+from operators.training.learner.new_logprobs import NewLogprobs
 
 RTOL = 1e-5
 EPS = 1e-3
@@ -50,6 +51,15 @@ def steps(count=3, groups=4):
     ]
 
 
+def same_logprobs(one, other):
+    """Of the last step, of each rollout that was computed."""
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        assert one.rollouts and one.rollouts.keys() == other.rollouts.keys()
+        for number, values in one.rollouts.items():
+            np.testing.assert_allclose(other.rollouts[number], values, rtol=1e-4, atol=1e-5)
+
+
 def compare(trainer, ranks, given=None, make=None, **heads):
     """Losses, norms, measures and weights of so many ranks are those of one."""
     given = given or steps()
@@ -58,7 +68,9 @@ def compare(trainer, ranks, given=None, make=None, **heads):
     with led(trainer, ranks, make, **heads) as learner:
         found = train(learner, given)
         held = weights(learner)
+        computed = NewLogprobs.of(learner)
         got, nbytes = sent(learner, 2)
+    same_logprobs(NewLogprobs.of(one), computed)
     for name, whole in held[0].items():
         assert all(torch.equal(got[rank][name], rows) for rank, rows in enumerate(whole.chunk(2))), name
     assert max(nbytes) - min(nbytes) < 0.1 * sum(nbytes), f"ranks share the work of sending: {nbytes}"

@@ -193,6 +193,7 @@ class FakeRollouts:
 
     def write(self, step: int, batches: list[pa.RecordBatch]) -> None:
         self.folder.rollouts[step] = [batch.column("group_id")[0].as_py() for batch in batches]
+        self.folder.files[step] = pa.Table.from_batches(batches)
         self.folder.events.append(("rollouts", step))
 
     def write_evaluation(self, step: int, table: pa.Table) -> None:
@@ -208,6 +209,7 @@ class FakeFolder:
     events: list[Any]
     metrics: list[dict[str, Any]] = field(default_factory=list)
     rollouts: dict[int, list[int]] = field(default_factory=dict)
+    files: dict[int, pa.Table] = field(default_factory=dict)
     evaluations: dict[int, pa.Table] = field(default_factory=dict)
 
     def checkpoints_of(self, node: str | None) -> FakeCheckpoints:

@@ -19,6 +19,7 @@ from rigs.machine import alive, wait_until
 from rigs.operators import Around, Keep, built_by, signalled, slow, struck
 from rigs.policy import CONTEXT_TOKENS
 from rigs.programs import Program, program, under_way
+from rigs.sent import agree
 
 from dataflow import DataflowError, Graph, GraphError, Model, RunError, collect, inline, run, scorer, verify
 from dataflow.errors import DeadlineError, RecordError, WorkerDied
@@ -97,6 +98,8 @@ def goes_on_to_its_end(graph: Graph, worker: str, cause: str, runs: Path, limits
     """With one worker started again once, and every group trained once."""
     result = run(graph, runs=runs, quiet=True, limits=limits)
     assert result.verdict.clean and "64 issued = 64 trained" in result.verdict.line, result.verdict.line
+    found = agree(result.folder)
+    assert len(found) == len(graph.calls) - 1 and all(ends["acknowledged"][1] >= 64 for ends in found.values()), found
     (fault,) = faults(result.folder)
     assert (fault["worker"], fault["attempt"], fault["recovered_s"] > 0) == (worker, 0, True)
     assert fault["cause"].startswith(cause)

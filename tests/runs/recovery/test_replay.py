@@ -56,7 +56,9 @@ def test_a_replay_gives_the_recorded_losses_bit_for_bit_and_leaves_the_run_as_it
 ) -> None:
     before = contents(done.folder)
     assert report_replay(graph_of(policy), Wishes(run=str(done.folder))) == 0
-    assert "4 of 4 losses are the recorded ones, bit for bit" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "4 of 4 losses are the recorded ones, bit for bit" in said
+    assert "no tokens have other log-probabilities than the trainer computed in the run" in said
     assert contents(done.folder) == before
 
 

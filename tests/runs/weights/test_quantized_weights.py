@@ -35,14 +35,19 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 def test_a_run_is_the_same_bit_for_bit_whoever_quantises(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[dict[str, str]], weights: str
 ) -> None:
-    def losses(folder: str) -> list[float]:
+    def made(folder: str) -> list[dict[str, Any]]:
         graph = tiny_graph(policy, max_staleness=1, generator_knobs={"weights": weights})
         result = run(graph, steps=3, on=inline(), runs=tmp_path / folder, quiet=True)
-        return [line["loss"] for line in result.metrics if "loss" in line]
+        return [line for line in result.metrics if "loss" in line]
 
-    by_trainer = losses("trainer")
+    quantized = made("trainer")
     monkeypatch.setattr(Generator, "quantized", None)
-    by_generator = losses("generator")
+    full_ones = made("generator")
+    by_trainer, by_generator = ([line["loss"] for line in lines] for lines in (quantized, full_ones))
+    (whole,) = {line["weights_moved_bytes"] for line in full_ones if line["weights_sent"]}
+    assert {line["weights_full_bytes"] for line in (*quantized, *full_ones) if line["weights_sent"]} == {whole}
+    (moved,) = {line["weights_moved_bytes"] for line in quantized if line["weights_sent"]}
+    assert moved < whole, "what quantization spares is told beside the full size"
     assert len(by_trainer) == 3
     assert by_trainer == by_generator
     narrow, full = sent

@@ -5,6 +5,7 @@ import itertools
 import pyarrow as pa
 import pytest
 
+from transport.data import EndCounts
 from transport.data.frames import BatchEncoder
 from transport.data.messages import Ack, Data, Refusal, Welcome
 from transport.errors import BatchTooLarge, PeerGone, SchemaMismatch, SenderRefused, TransportError, WaitTimeout
@@ -354,3 +355,53 @@ def test_batches_that_wait_to_be_delivered_leave_in_order(rig: Rig) -> None:
 
     until(all_came)
     assert firsts(take(receiver, 5, sender)) == [0, 1, 2, 3, 4]
+
+
+def test_both_ends_count_the_same_batches_rows_and_bytes_also_of_what_comes_in_parts(rig: Rig) -> None:
+    receiver = rig.receiver(max_message_bytes=500)
+    sender = rig.sender(receiver)
+    batches = [make_batch(first, rows=1 + first % 3, tokens=40 * (first % 5)) for first in range(20)]
+    assert max(map(ENCODER.size_bytes, batches)) > 2 * 500
+    left = list(batches)
+
+    def step() -> bool:
+        if left and sender.send(left[0]):
+            left.pop(0)
+        sender.poll()
+        if (delivery := receiver.receive()) is not None:
+            delivery.ack()
+        return not left and sender.drained
+
+    until(step)
+    wanted = (len(batches), sum(batch.num_rows for batch in batches), sum(map(ENCODER.size_bytes, batches)))
+    counts = sender.counts.sent, receiver.counts.received, sender.counts.acknowledged
+    assert [each.read() for each in counts] == [wanted] * 3
+
+
+def test_what_a_receiver_that_starts_again_is_sent_again_is_counted_again(rig: Rig) -> None:
+    address = rig.new_address()
+    arrived = EndCounts()
+    receiver = rig.receiver(address, epoch=1, counts=arrived)
+    sender = rig.sender(receiver)
+    until(lambda: sender.poll() or receiver.poll() or sender.room() > 0)
+    for first in range(4):
+        assert sender.send(make_batch(first))
+    until(lambda: sender.poll() or receiver.poll() or arrived.received.read()[0] == 4)
+    first, second = receiver.receive(), receiver.receive()
+    assert first is not None and second is not None
+    first.ack()
+    receiver.flush()
+    until(lambda: sender.poll() or receiver.poll() or sender.counts.acknowledged.read()[0] == 1)
+    receiver.close()
+    again = rig.receiver(receiver.address, epoch=2, counts=arrived)
+
+    def step() -> bool:
+        sender.poll()
+        if (delivery := again.receive()) is not None:
+            delivery.ack()
+        return sender.drained
+
+    until(step)
+    size = ENCODER.size_bytes(make_batch(0))
+    assert sender.counts.acknowledged.read() == (4, 4, 4 * size)
+    assert arrived.received.read() == sender.counts.sent.read() == (7, 7, 7 * size), "three of them twice"

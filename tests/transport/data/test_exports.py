@@ -9,6 +9,8 @@ import transport.data
 def test_the_exported_names_of_the_data_plane_are_these() -> None:
     assert transport.data.__all__ == [
         "Delivery",
+        "EdgeCounts",
+        "EndCounts",
         "Keys",
         "LocalInlet",
         "LocalOutlet",

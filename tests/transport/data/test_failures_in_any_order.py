@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
 
-from transport.data import Delivery, Receiver, Sender
+from transport.data import Delivery, EndCounts, Receiver, Sender
 from transport.data.channel import ConnectionEvent
 
 from .local_network import LocalConnection, LocalNetwork
@@ -61,6 +61,8 @@ class World:
     def __init__(self, senders: int) -> None:
         self.network = FragileNetwork()
         self.incarnation = 0
+        self.arrived = EndCounts()
+        """Over all incarnations of the receiver."""
         self.start_receiver()
         self.senders = [
             Sender(
@@ -87,6 +89,7 @@ class World:
             max_message_bytes=PART_BYTES,
             network=self.network,
             epoch=self.incarnation,
+            counts=self.arrived,
         )
         self.held: list[Delivery] = []
         self.seen: dict[str, list[int]] = {}
@@ -109,6 +112,15 @@ class World:
             self.start_receiver()
         assert self.receiver.depth[0] <= CAPACITY_ROWS
         assert self.receiver.refused == 0
+        assert all(least <= count <= most for least, count, most in zip(*self.counted(), strict=True))
+
+    def counted(self) -> list[list[int]]:
+        """Batches, rows and bytes: acknowledged, received and sent."""
+        ends = [[sender.counts.acknowledged, sender.counts.sent] for sender in self.senders]
+        acknowledged, sent = (
+            [sum(each) for each in zip(*(end.read() for end in of), strict=True)] for of in zip(*ends, strict=True)
+        )
+        return [acknowledged, list(self.arrived.received.read()), sent]
 
     def take(self) -> None:
         """Deliver one batch: in order, never one that was delivered or acknowledged."""
@@ -157,3 +169,7 @@ def test_everything_sent_is_acknowledged_in_the_end_whatever_breaks(
     assert all(sender.drained for sender in world.senders)
     assert world.acked == {(f"s{i}", number) for i in range(senders) for number in range(world.sent[i])}
     assert world.receiver.depth == (0, 0)
+    acknowledged, received, sent = world.counted()
+    assert acknowledged[0] == sum(world.sent)
+    if not {"cut", "restart"} & {action for action, _, _ in events}:
+        assert acknowledged == received == sent, "nothing was sent twice"

@@ -147,3 +147,19 @@ def test_what_cannot_be_taken_is_refused_by_name() -> None:
     outlet.finish()
     with pytest.raises(TransportError, match="ended"):
         outlet.send(make_batch(0))
+
+
+def test_batches_that_are_handed_on_within_a_process_count_as_they_would_on_a_wire() -> None:
+    inlet = LocalInlet(edge="edge", schema=SCHEMA, sender="sender", capacity_rows=100, capacity_bytes=1 << 20)
+    outlet = LocalOutlet(inlet)
+    batches = [make_batch(0, rows=3), make_batch(3, rows=0), make_batch(3, rows=5, tokens=9)]
+    for batch in batches:
+        assert outlet.send(batch)
+    wanted = (3, 8, sum(map(BatchEncoder(SCHEMA).size_bytes, batches)))
+    assert inlet.counts.sent.read() == inlet.counts.received.read() == wanted
+    assert inlet.counts.acknowledged.read() == (0, 0, 0)
+    while (delivery := inlet.receive()) is not None:
+        if delivery.batch.num_rows > 1:
+            delivery.ack_rows(0, 1)
+        delivery.ack()
+    assert inlet.counts.acknowledged.read() == wanted

@@ -158,6 +158,8 @@ class Committed:
     version: int
     held_s: float = 0.0
     """How long taking it has kept the rank's loop, in rounds."""
+    taken_s: float = 0.0
+    """Since it began to arrive here, or in a segment was offered: until the rank computed with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -226,14 +226,15 @@ class ReaderRank(GroupMember):
         """What may be adopted, if anything."""
         return GroupVersion(self.offer, self.epoch, self._writer) if self.offer >= 0 else None
 
-    def adopted(self, taken: GroupVersion, held_s: float = 0.0) -> Actions:
+    def adopted(self, taken: GroupVersion, held_s: float = 0.0, taken_s: float = 0.0) -> Actions:
         """This version is computed with from now on, though its epoch may be over; the buffer of the one before is
-        free. held_s: how long that has kept the rank's loop."""
+        free. held_s: how long that has kept the rank's loop. taken_s: since it began to arrive."""
         self.hold(taken.version, taken.writer)
         if self.offered != taken:
             return []
         self.offer = -1
-        return [Committed(epoch=self.epoch, version=taken.version, held_s=held_s), self._ready_ahead()]
+        done = Committed(epoch=self.epoch, version=taken.version, held_s=held_s, taken_s=taken_s)
+        return [done, self._ready_ahead()]
 
     @property
     def _verified(self) -> int:

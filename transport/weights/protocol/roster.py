@@ -69,6 +69,27 @@ class ReaderStatus:
     """Seconds since it, or the rank that was silent longest, was last heard."""
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What one version has taken, from this writer to one reader group."""
+
+    version: int
+    pair_bytes: tuple[tuple[int, ...], ...]
+    """[source ranks][ranks of the group]: bytes of weights from each to each; in a segment, those written for all."""
+    seconds: float
+    """From the start of the transfer until every rank of the group had its part, verified. Of a segment: of writing."""
+    held_s: float = 0.0
+    """The longest that a rank's loop was kept by taking it; 0 until one has."""
+    behind: Mapping[str, int] = field(default_factory=dict)
+    """Readers that take it from this group's memory, with the version that each of them holds by now."""
+    whole_bytes: int = 0
+    """What these bytes would have been without deltas."""
+    committed_s: float = 0.0
+    """From that start until this writer heard that every rank of the group computes with it; 0 until then."""
+    taken_s: float = 0.0
+    """The longest that a rank itself saw of that: since it began to arrive there."""
+
+
 @dataclass(kw_only=True)
 class MemberRank:
     """A rank of a reader group."""
@@ -110,6 +131,8 @@ class Group:
     """What was found in the round's version."""
     sent: dict[int, list[int]] = field(default_factory=dict)
     """In this round, by source rank: bytes to each of the group's ranks."""
+    whole_bytes: int = 0
+    """What these would have been without deltas."""
     began: float = 0.0
     """When the round's transfer started."""
     ready: set[bytes] = field(default_factory=set)

@@ -40,7 +40,7 @@ from transport.weights.protocol.messages import (
     WriterHeartbeat,
 )
 from transport.weights.protocol.pace import Deadlines, FreezeWatch
-from transport.weights.protocol.roster import Group, MemberRank, Outgoing, Phase, Roster
+from transport.weights.protocol.roster import Group, MemberRank, Outgoing, Phase, Roster, Sent
 
 
 @dataclass(kw_only=True)
@@ -52,21 +52,6 @@ class _Source:
     incarnation: int
     heard: float
     versions: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What one version has taken."""
-
-    version: int
-    pair_bytes: tuple[tuple[int, ...], ...]
-    """[source ranks][ranks of the group]: bytes of weights from each to each."""
-    seconds: float
-    """From the start of the transfer until every rank of the group had its part, verified."""
-    held_s: float = 0.0
-    """The longest that a rank's loop was kept by taking it; 0 until one has."""
-    behind: Mapping[str, int] = field(default_factory=dict)
-    """Readers that take it from this group's memory, with the version that each of them holds by now."""
 
 
 class Coordinator(Roster):
@@ -288,6 +273,7 @@ class Coordinator(Roster):
             return [(peer, offer) for peer in sorted(group.waiting)]
         group.round += 1
         group.offered, group.damage, group.sent, group.ready, group.began = version, "", {}, set(), now
+        group.whole_bytes = 0
         group.enter(Phase.TRANSFERRING, self._all(group), now + self.deadlines.transfer_s)
         start = StartTransfer(epoch=group.epoch, round=group.round, version=version)
         return [(end, start) for end in sorted(group.waiting, key=lambda end: (end in group.peers, end))]
@@ -298,6 +284,7 @@ class Coordinator(Roster):
             return self._fence(group)
         if source := self._source(peer):
             group.sent[source.rank] = message.sent
+            group.whole_bytes += message.whole_bytes
             whole = message.whole_bytes * (1 + len(group.behind))
             self.traffic = (self.traffic[0] + sum(message.sent), self.traffic[1] + whole)
         if message.state == DAMAGED:
@@ -308,7 +295,7 @@ class Coordinator(Roster):
             group.refused = group.offered
             return self._end_round(group, now)
         pairs = tuple(tuple(group.sent[rank]) for rank in sorted(group.sent))
-        self._sent[group.name] = Sent(group.offered, pairs, now - group.began)
+        self._sent[group.name] = Sent(group.offered, pairs, now - group.began, whole_bytes=group.whole_bytes)
         group.enter(Phase.VERIFIED, group.peers)
         return [(end, self._verified(group)) for end in sorted(group.waiting)]
 
@@ -321,10 +308,14 @@ class Coordinator(Roster):
     def _adopted(self, group: Group, peer: bytes, message: Committed | ReaderHeartbeat, now: float) -> Outgoing:
         """A destination rank says what it computes with; it is told again of a version that it may adopt."""
         if message.version == group.offered:
+            sent = self._sent[group.name]
             if isinstance(message, Committed):
-                sent = self._sent[group.name]
-                self._sent[group.name] = replace(sent, held_s=max(sent.held_s, message.held_s))
-            if not group.answered(peer):
+                sent = replace(
+                    sent, held_s=max(sent.held_s, message.held_s), taken_s=max(sent.taken_s, message.taken_s)
+                )
+            have_all = group.answered(peer)
+            self._sent[group.name] = replace(sent, committed_s=now - group.began) if have_all else sent
+            if not have_all:
                 return []
             group.enter(Phase.IDLE, set())
             return self._offer(group, now)

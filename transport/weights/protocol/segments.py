@@ -7,7 +7,7 @@ segment holds its gate (`ports`), and the writer writes behind a sealed gate alo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transport.weights.protocol.membership import GroupMember
@@ -25,7 +25,19 @@ from transport.weights.protocol.messages import (
     Welcome,
 )
 from transport.weights.protocol.pace import Timing
-from transport.weights.protocol.roster import Group, MemberRank, Outgoing, Phase, Roster
+from transport.weights.protocol.roster import Group, MemberRank, Outgoing, Phase, Roster, Sent
+
+_KEPT = 4
+"""Versions of which it is known when they were written: those that readers may still say that they have taken."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """How a version came into its segment."""
+
+    began: float
+    seconds: float
+    nbytes: int
 
 
 class SegmentOffers(Roster):
@@ -40,6 +52,13 @@ class SegmentOffers(Roster):
         self.front: Offer | None = None
         """The newest version, as a late joiner is offered it."""
         self._blocked_at: float | None = None
+        self._written: dict[int, _Written] = {}
+        self._sent: dict[str, Sent] = {}
+
+    @property
+    def sent(self) -> dict[str, Sent]:
+        """By reader that is known, of the newest version that it has taken."""
+        return {name: sent for name, sent in self._sent.items() if name in self._groups}
 
     @property
     def newest(self) -> int:
@@ -85,8 +104,13 @@ class SegmentOffers(Roster):
             out += self._to(group.seats[0], Upcoming(epoch=group.epoch, version=version, segment=segment))
         return out
 
-    def written(self, segment: str, version: int, sums: bytes, digests: bytes, now: float) -> Outgoing:
-        """The segment holds this version whole, and its gate is open: offer it to every reader."""
+    def written(
+        self, segment: str, version: int, sums: bytes, digests: bytes, now: float, seconds: float = 0.0, nbytes: int = 0
+    ) -> Outgoing:
+        """The segment holds this version whole, and its gate is open: offer it to every reader. seconds, nbytes: that
+        writing it has taken."""
+        kept = list(self._written.items())[1 - _KEPT :]
+        self._written = {**dict(kept), version: _Written(now - seconds, seconds, nbytes)}
         self.segments[segment] = version
         self.front = Offer(epoch=0, version=version, segment=segment, sums=sums, digests=digests)
         return [each for group in self._groups.values() for each in self._offer(group, now)]
@@ -95,6 +119,7 @@ class SegmentOffers(Roster):
         """From now on these are the offers of this writer, whose versions follow no others: all readers join again."""
         out = [each for group in list(self._groups.values()) for each in self._drop(group)]
         self._writer, self.front = writer, None
+        self._written.clear()
         return out
 
     # Readers
@@ -118,6 +143,11 @@ class SegmentOffers(Roster):
             case Committed():
                 group.taking = -1
                 group.enter(Phase.IDLE, set())
+                if (of := self._written.get(message.version)) is not None:
+                    self._sent[group.name] = Sent(
+                        message.version, ((of.nbytes,),), of.seconds, whole_bytes=of.nbytes,
+                        committed_s=now - of.began, taken_s=message.taken_s,
+                    )  # fmt: skip
             case Refused():
                 group.taking, group.refused = -1, message.version
                 group.enter(Phase.IDLE, set())
@@ -189,12 +219,12 @@ class SegmentReader(GroupMember):
         if self.offer and self.offer.version <= offer.version:
             self.offer = None
 
-    def committed(self, offer: Offer) -> Committed:
-        """The reader computes with the offer's version from now on."""
+    def committed(self, offer: Offer, taken_s: float = 0.0) -> Committed:
+        """The reader computes with the offer's version from now on, so long after it first heard of that."""
         self._floor = offer.version
         self.hold(offer.version, self._writer)
         self.withdrawn(offer)
-        return Committed(epoch=self.epoch, version=offer.version)
+        return Committed(epoch=self.epoch, version=offer.version, taken_s=taken_s)
 
     def refused(self, offer: Offer, reason: str) -> Refused:
         """The offer's version is damaged; neither it nor an older one is taken any more."""

@@ -80,6 +80,8 @@ class ShardedReader:
         self._held: GroupVersion | None = None
         self._held_at = 0.0
         """When the loop began to take it."""
+        self._arriving_at = 0.0
+        """When the newest version began to arrive; no other does before it was adopted."""
         self._torn = False
         self._closed = False
         join = Join(
@@ -204,7 +206,8 @@ class ShardedReader:
                 self._torn = True
                 self._buffers.adopt(taken.version, taken.epoch)
                 self._torn, self._held = False, None
-                self._control.act(self._member.adopted(taken, self._clock() - began))
+                now = self._clock()
+                self._control.act(self._member.adopted(taken, now - began, now - self._arriving_at))
                 self._control.prepare(taken.epoch)
         return self.version
 
@@ -312,6 +315,7 @@ class Receiving:
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Receive a version."""
+        self._reader._arriving_at = self._reader._clock()
         if self._buffers.is_empty:
             return TransferOutcome(WHOLE)
         try:

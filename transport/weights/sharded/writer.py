@@ -20,8 +20,8 @@ from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import WHOLE, FormGroup, Note
 from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import SourceRank, TransferOutcome
-from transport.weights.protocol.roster import ReaderStatus
-from transport.weights.protocol.rounds import Coordinator, Sent
+from transport.weights.protocol.roster import ReaderStatus, Sent
+from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.chunks import chunks_between
 from transport.weights.sharded.control import ControlThread, CoordinatorSocket, MemberSocket, NetworkEnd
 from transport.weights.sharded.process_group import Backend

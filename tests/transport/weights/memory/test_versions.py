@@ -33,6 +33,28 @@ def test_a_reader_gets_what_the_writer_published(place, adopt):
     assert state(writer).state == "committed"
 
 
+def test_an_exchange_is_timed_by_the_writer_and_by_each_reader(place):
+    writer = place.writer(LAYOUT)
+    early, late = place.reader("early", attach=parameters()), place.reader("late", attach=parameters())
+    place.settle(writer, early, late)
+    assert writer.sent == {}
+    writer.publish(1, parameters(1))
+    place.settle(writer, early, late, adopt=False)
+    early.adopt()
+    place.clock.now += 2.0
+    place.settle(writer, early)
+    place.clock.now += 1.0
+    late.adopt()
+    place.settle(writer)
+    taken = {name: (sent.version, sent.taken_s, sent.committed_s) for name, sent in writer.sent.items()}
+    assert taken == {"early": (1, 0.0, 2.0), "late": (1, 3.0, 3.0)}
+    assert {sent.pair_bytes for sent in writer.sent.values()} == {((LAYOUT.nbytes,),)}
+    assert {sent.whole_bytes for sent in writer.sent.values()} == {LAYOUT.nbytes}
+    late.close()
+    place.settle(writer, early)
+    assert list(writer.sent) == ["early"], "of readers that are there"
+
+
 def test_random_bytes_arrive_as_they_were(place):
     torch.manual_seed(0)
     theirs = {"a": torch.randn(1000, 3), "b": torch.randint(-128, 127, (77,), dtype=torch.int8)}

@@ -70,7 +70,9 @@ def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(ad
             places.append(group.tensors[0]["a"].data_ptr())
         assert places[0] == places[2] == places[4] != places[1] == places[3]
         until(lambda: 0 < trainer.writers[0].sent["generator-0"].held_s < DEADLINE_S)
-        assert 0 < trainer.writers[0].sent["generator-0"].seconds < DEADLINE_S
+        sent = trainer.writers[0].sent["generator-0"]
+        assert 0 < sent.seconds <= sent.committed_s < DEADLINE_S and 0 < sent.taken_s <= sent.committed_s
+        assert sent.whole_bytes == sum(map(sum, sent.pair_bytes)) > 0, "without deltas nothing is spared"
 
 
 def test_parameters_keep_their_memory_where_they_are_asked_to(address, backend):

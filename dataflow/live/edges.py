@@ -1,0 +1,79 @@
+"""How a run's edges stand, in plain values: what crosses data edges, and what exchanges on weight edges took."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dataflow.doctor.facts import EdgeFacts
+from dataflow.worker.kept_counts import ENDS, EdgeSums, total
+
+_STALENESS = tuple(
+    f"{part}_{kind}" for part in ("staleness", "staleness_generating", "staleness_waiting") for kind in ("mean", "max")
+)
+
+
+def counted(told: Mapping[str, Any]) -> EdgeSums | None:
+    """What has crossed each data edge, as the workers of a run under way say; None where they count nothing."""
+    heartbeats = [worker["heartbeat"] for worker in told.get("workers", {}).values()]
+    known = [heartbeat["crossed"] for heartbeat in heartbeats if "crossed" in heartbeat]
+    return total(known) if known else None
+
+
+def data_edges(
+    edges: Iterable[EdgeFacts], now: EdgeSums | None, before: EdgeSums | None, passed: float
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Each with its depth and credit, rows and bytes that have crossed it, and how many in each of the seconds passed,
+    as counted where it ends. before: how things stood when those began; None: not known."""
+    return [
+        {
+            "from": edge.producer, "to": edge.consumer, "source": edge.source, "depth": edge.depth,
+            "capacity": edge.capacity,
+            **_crossed(f"{edge.producer}>{edge.consumer}:{edge.source}", now, before, passed),
+        }
+        for edge in edges
+    ]  # fmt: skip
+
+
+def _crossed(name: str, now: EdgeSums | None, before: EdgeSums | None, passed: float) -> dict[str, Any]:
+    if now is None:
+        return {"rows_s": None, "bytes_s": None, "crossed": None}
+    none = {end: [0, 0, 0] for end in ENDS}
+    ends = {end: list(counts) for end, counts in now.get(name, none).items()}
+    grown = None
+    if before is not None and passed > 0:
+        was = before.get(name, none)["received"]
+        grown = [after - earlier for after, earlier in zip(ends["received"], was, strict=True)]
+    if grown is None or min(grown) < 0:
+        return {"rows_s": None, "bytes_s": None, "crossed": ends}
+    return {"rows_s": round(grown[1] / passed, 3), "bytes_s": round(grown[2] / passed, 1), "crossed": ends}
+
+
+def data_edges_of(graph: Mapping[str, Any]) -> list[EdgeFacts]:
+    """Those of a graph that nobody runs now."""
+    return [
+        EdgeFacts(producer=str(edge["from"]), consumer=str(edge["to"]), source=str(edge.get("source")))
+        for edge in graph.get("edges", []) if edge.get("plane") == "data"
+    ]  # fmt: skip
+
+
+def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of a trainer's line of metrics, by reader, all its replicas together: the oldest version that one of them took
+    last, and of what that cost them the most: seconds as the trainer and as the reader sees them, bytes, and what these
+    would have been without deltas and quantization."""
+    found: dict[str, dict[str, Any]] = {}
+    sent = line.get("weights_sent")
+    for name, told in sent.items() if isinstance(sent, dict) else ():
+        if not isinstance(told, dict):
+            continue
+        known = found.setdefault(name.rpartition("-")[0] or name, {"readers": 0, "version": told.get("version")})
+        known["readers"] += 1 + len(told.get("handed_on") or {})
+        known["version"] = min(known["version"] or 0, told.get("version") or 0)
+        for key in ("seconds", "committed_seconds", "taken_seconds", "nbytes", "full_bytes"):
+            if isinstance(told.get(key), int | float):
+                known[key] = max(known.get(key, 0), told[key])
+    return found
+
+
+def newest_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows at the weight edges of a trainer, of its newest line."""
+    kept = {key: line.get(key) for key in ("step", *_STALENESS, "seconds_publish")}
+    return kept | {"exchanges": exchanges(line)}

@@ -1,0 +1,89 @@
+"""What the trainer computed of the tokens of a step anyway, its own log-probabilities, as a column beside its rollouts.
+
+Axis suffixes as in `operators.training.learner.packing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.records import MASK, NEW_LOGPROBS, ROLLOUT_ID, TOKENS, flat, list_lengths
+from operators.training.learner.learner import Learner
+from operators.training.learner.packing import Array
+
+
+@dataclass(frozen=True)
+class NewLogprobs:
+    """Of each rollout that went through the model, the log-probabilities of its trained tokens."""
+
+    rollouts: Mapping[int, Array] = field(default_factory=dict)
+    """By rollout_id, float32 [tokens]; NaN where a token was not trained."""
+
+    @classmethod
+    def of(cls, learner: Learner) -> NewLogprobs | None:
+        """Those of the step that was computed last, of all ranks; None where the learner keeps none."""
+        if not learner.keep_new_logprobs:
+            return None
+        found: dict[int, Array] = {}
+        for plain in reversed(learner.everywhere(told)):  # of ranks that share a model's matrices the first one's count
+            values = np.frombuffer(plain["values"], np.float32)
+            ids = np.frombuffer(plain["rollouts"], np.int64).tolist()
+            found |= zip(ids, np.split(values, np.frombuffer(plain["ends"], np.int64))[:-1], strict=True)
+        return cls(found)
+
+    def beside(self, records: pa.RecordBatch) -> pa.RecordBatch:
+        """Rows with the column `new_logprobs`, where they have none: by token of the rollout, 0 where the mask is false
+        and null where the token was not trained; null for a rollout that did not go through the model."""
+        if NEW_LOGPROBS in records.schema.names:
+            return records
+        known = [self.rollouts.get(number) for number in records.column(ROLLOUT_ID).to_pylist()]
+        lengths = list_lengths(records.column(TOKENS))
+        is_null = np.array([each is None for each in known], bool)
+        ends = np.cumsum(np.where(is_null, 0, lengths))
+        values = np.concatenate([np.zeros(0, np.float32), *(each for each in known if each is not None)])
+        given = ~flat(records.column(MASK))[np.repeat(~is_null, lengths)]
+        untrained = np.isnan(values)
+        numbers = pa.array(np.where(given, np.float32(0), values), mask=untrained & ~given)
+        offsets = pa.array(np.r_[0, ends].astype(np.int32), mask=np.r_[is_null, False])
+        column = pa.ListArray.from_arrays(offsets, numbers)
+        schema = records.schema.append(pa.field(NEW_LOGPROBS, column.type))
+        return pa.RecordBatch.from_arrays([*records.columns, column], schema=schema)
+
+
+def told(*, learner: Learner, rank: int, ranks: int) -> dict[str, Any]:
+    """What one rank has computed, as plain values."""
+    rows, values_S = learner.new_logprobs()
+    counts = np.r_[0, np.cumsum(~np.isnan(values_S))]
+    is_computed_R = counts[rows.offsets[1:]] > counts[rows.offsets[:-1]]
+    lengths_R = np.diff(rows.offsets)
+    return {
+        "rollouts": rows.rollout_ids_R[is_computed_R].astype(np.int64).tobytes(),
+        "ends": np.cumsum(lengths_R[is_computed_R]).astype(np.int64).tobytes(),
+        "values": values_S[np.repeat(is_computed_R, lengths_R)].tobytes(),
+    }
+
+
+def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatch]) -> int | None:
+    """How many tokens of rows have another log-probability than their column `new_logprobs` says; None
+    where there is no such column, or nothing was computed."""
+    found: int | None = None
+    for rows in records:
+        if computed is None or NEW_LOGPROBS not in rows.schema.names:
+            continue
+        bare = rows.select([name for name in rows.schema.names if name != NEW_LOGPROBS])
+        now, was = computed.beside(bare).column(NEW_LOGPROBS), rows.column(NEW_LOGPROBS)
+        found = (found or 0) + sum(
+            _differing(*pair) for pair in zip(now.to_pylist(), was.to_pylist(), strict=True) if pair[0] != pair[1]
+        )
+    return found
+
+
+def _differing(now: list[float | None] | None, was: list[float | None] | None) -> int:
+    if now is None or was is None or len(now) != len(was):
+        return max(len(now or ()), len(was or ()))
+    return sum(one != other for one, other in zip(now, was, strict=True))
