@@ -14,7 +14,7 @@ from dataflow.model import Model
 from dataflow.model_files import template_fault
 from dataflow.system import child
 
-TRIAL_S = 60.0
+TRIAL_S = 50.0
 """For the tokenizer to be read and its template to be tried; then the worker finds out."""
 
 
