@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from live_change_rig import STEP, changed_run, resumed, rewards
 from rigs.graphs import NO_BOUND
-from rigs.live_changes import STEP, changed_run, resumed, rewards
 
 from dataflow import Model, RunError, scorer
 from dataflow.folder.faults import FILE
