@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from operators.demonstrations import Demonstrations
     from operators.episodes.declaration import episode
+    from operators.episodes.tool_use import tool_use
     from operators.evaluate import Evaluate
     from operators.forward import Logprobs, RewardModel, Values
     from operators.generator import Generator
@@ -22,10 +23,12 @@ __all__ = [
     "Trainer",
     "Values",
     "episode",
+    "tool_use",
 ]
 
 _MODULES = {
     "Logprobs": "forward", "RewardModel": "forward", "Values": "forward", "episode": "episodes.declaration",
+    "tool_use": "episodes.tool_use",
 }  # fmt: skip
 """Where a name stands, unless in a module of its own."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -13,6 +13,7 @@ from dataflow.node import Generate, Operator
 from dataflow.runtime import Context, Runtime
 from dataflow.stream import Rollout, Stream
 from operators.chat.conversation import Past
+from operators.chat.text_calls import TextCalls
 from operators.episodes.knobs import EpisodeKnobs
 
 
@@ -88,6 +89,10 @@ def episode(
     concurrency: int = 512,
     processes: int = 1,
     isolate: bool = True,
+    tools: Sequence[Any] = (),
+    calls: TextCalls | None = None,
+    call_s: float = 10.0,
+    call_characters: int = 8192,
     past: Past = "sampled",
 ) -> Callable[[Callable[..., Any]], Episode]: ...
 

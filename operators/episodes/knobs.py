@@ -13,9 +13,12 @@ import pyarrow as pa
 from dataflow.node import Generate, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.scoring.signature import where_defined
+from operators.chat.chat_format import ChatFormat
 from operators.chat.conversation import Past
 from operators.chat.template_trial import delimiter_fault
+from operators.chat.text_calls import TextCalls
 from operators.episodes.signature import EpisodeSignature, read_episode
+from operators.tools.toolbox import GRACE_S, Toolbox, tool_faults
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,6 +46,14 @@ class EpisodeKnobs(Generate):
     isolate: bool = True
     """Whether it runs in killable processes; False: inside the worker, where a call that blocks counts as a worker that
     is stuck."""
+    tools: tuple[Any, ...] = ()
+    """What the policy may call: functions with type hints and a docstring, toolsets (`operators.tools`)."""
+    calls: TextCalls | None = None
+    """How it writes calls, and hears results; None: as the chat template has them."""
+    call_s: float = 10.0
+    """Most seconds of a call: the policy is told of one that takes longer."""
+    call_characters: int = 8192
+    """Most that it hears of one call; the rest is left out."""
     past: Past = "sampled"
     """With messages, what becomes of turns that the chat template writes otherwise once they are past (thinking that it
     leaves out): they stay as they were sampled; a training row begins with what it makes of them; or the rollout is an
@@ -54,6 +65,7 @@ class EpisodeKnobs(Generate):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "signature", read_episode(self.function))
+        object.__setattr__(self, "tools", tuple(self.tools))
         if not self.name:
             object.__setattr__(self, "name", self.function.__name__)
         super().__post_init__()
@@ -127,7 +139,19 @@ class EpisodeKnobs(Generate):
 
     def knobs(self) -> dict[str, Any]:
         """The function's knobs set at the application, and its own that differ from their defaults."""
-        return {**self.given, **{k: v for k, v in super().knobs().items() if k not in ("function", "generator")}}
+        own = {k: v for k, v in super().knobs().items() if k not in ("function", "generator")}
+        if self.tools:
+            own["tools"] = [getattr(tool, "__name__", repr(tool)) for tool in self.tools]
+        return {**self.given, **own}
+
+    def toolbox(self, form: ChatFormat | None) -> Toolbox | None:
+        """Its tools, made ready in the worker; None where it has none. Raises GraphError; WorldFailed."""
+        if not self.tools:
+            return None
+        return Toolbox(
+            self.tools, calls=self.calls, form=form, timeout_s=self.call_s, characters=self.call_characters,
+            turn_s=self.timeout_s,
+        )  # fmt: skip
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
@@ -135,7 +159,8 @@ class EpisodeKnobs(Generate):
         most = 1 if self.max_tokens is None else self.max_tokens
         memory = 1 if self.memory_mb is None else self.memory_mb
         whole = {"max_turns": self.max_turns, "max_tokens": most, "tries": self.tries, "memory_mb": memory,
-                 "concurrency": self.concurrency, "processes": self.processes}  # fmt: skip
+                 "concurrency": self.concurrency, "processes": self.processes,
+                 "call_characters": self.call_characters}  # fmt: skip
         found = [
             f"{head} has {knob}={value!r}; give a whole number of 1 or more"
             for knob, value in whole.items()
@@ -143,6 +168,17 @@ class EpisodeKnobs(Generate):
         ]
         if isinstance(self.timeout_s, bool) or not 0 < self.timeout_s < float("inf"):
             found.append(f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0")
+        if (
+            isinstance(self.call_s, bool)
+            or self.call_s <= 0
+            or (self.tools and self.timeout_s <= self.call_s + GRACE_S)
+        ):
+            found.append(
+                f"{head} has call_s={self.call_s!r} and timeout_s={self.timeout_s!r}; give a call seconds above 0, and "
+                f"the world {GRACE_S:g} s more at least"
+            )
+        tools = tool_faults(self.tools, self.calls, is_chat=self.generator is None or bool(self.generator.traits.chat))
+        found += [f"{head}: {fault}" for fault in tools]
         if self.past not in get_args(Past):
             found.append(f"{head} has past={self.past!r}; give one of {list(get_args(Past))}")
         if not self.isolate and self.processes > 1:

@@ -34,11 +34,12 @@ from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.failure import RolloutFailure, status_of
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
-from operators.chat.chat_format import ChatError, ChatFormat
+from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
 from operators.episodes.dialogue import TurnRequest
+from operators.episodes.heard import Heard
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
 from operators.episodes.talks import Talks
@@ -100,7 +101,10 @@ class EpisodesRuntime(Runtime):
         self._masks = SAMPLING_MASK in episode.provides({})
         self._form = ChatFormat(self._tokenizer) if episode.traits.chat else None
         self._plain = PlainWords(self._tokenizer)
-        self._worlds = worlds_of(episode)
+        box = episode.toolbox(self._form)
+        self._told_tools: Sequence[Message] = () if box is None else box.in_template
+        """Definitions that the chat template lays out."""
+        self._worlds = worlds_of(episode, box)
         self._at_once = episode.concurrency * episode.processes
         self._files = turn_files_of(context)
         self._waiting: list[tuple[bool, int, int, int, LiveEpisode]] = []
@@ -137,7 +141,9 @@ class EpisodesRuntime(Runtime):
             return
         records = batch.records
         texts = records.column(PROMPT).to_pylist()
-        encoded = encode(self._tokenizer, texts, chat=self._form is not None, context_tokens=UNBOUNDED)
+        encoded = encode(
+            self._tokenizer, texts, chat=self._form is not None, context_tokens=UNBOUNDED, tools=self._told_tools
+        )
         read = records.select(list(self._episode.signature.annotations))
         rounds = records.column(ROUND_SIZE).to_pylist()
         for group in groups.of_prompts(batch, encoded, self._episode.rollouts_per_prompt):
@@ -203,7 +209,7 @@ class EpisodesRuntime(Runtime):
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
         talk = Talks(
             key=key, max_turns=self._episode.max_turns, max_tokens=self._episode.max_tokens or UNBOUNDED,
-            begin=Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt),
+            begin=Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt, self._told_tools),
         )  # fmt: skip
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
 
@@ -274,6 +280,8 @@ class EpisodesRuntime(Runtime):
             group, talk = each.group, each.talk
             if error is not None:
                 each.error = error
+            if self._form is not None and self._told_tools:
+                text = self._form.spoken(tokens.ids.tolist())
             kept = None if error is not None else talk.answer(each.turn[0], tokens, text, reason, temperature)
             self._told.append((each, each.turn, None if kept is None else kept.turn.text))
             if kept is None:
@@ -320,7 +328,7 @@ class EpisodesRuntime(Runtime):
             return
         self._withdraw(each)
         talk, group = each.talk, each.group
-        tail: Sequence[Sequence[str]] = ()
+        tail: Sequence[Sequence[Heard]] = ()
         error = each.error or next((f"{self._name}: {text}" for text in answer.failures.values()), None)
         reason = STOPPED
         if error is not None:

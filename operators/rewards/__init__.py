@@ -1,14 +1,11 @@
 """Rewards, penalties and their sum, and `find`, which turns what a user typed into a scorer."""
 
-import importlib
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError, nearest
 from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.forms import FORMS
+from operators.naming import named
 from operators.rewards.code import code_reward
 from operators.rewards.combining import combine
 from operators.rewards.foreign import from_areal, from_openrlhf, from_slime, from_trl, from_verifiers, from_verl
@@ -50,7 +47,7 @@ def find(text: str) -> Scorer[..., Any]:
         return KNOWN[text]
     system, colon, rest = text.partition(":")
     if colon and system in FORMS:
-        made: Scorer[..., Any] = FORMS[system](_named(rest, text))
+        made: Scorer[..., Any] = FORMS[system](named(rest, text, "reward"))
         return made
     path, colon, _ = text.rpartition(":")
     if not colon or not (path.endswith(".py") or all(part.isidentifier() for part in path.split("."))):
@@ -59,40 +56,5 @@ def find(text: str) -> Scorer[..., Any]:
             f"give one of these, or a function of your own as path/to/file.py:function, with one of "
             f"{[f'{each}:' for each in FORMS]} in front where it was written for that system"
         )
-    found = _named(text, text)
+    found = named(text, text, "reward")
     return found.renamed("reward") if isinstance(found, Scorer) else scorer(name="reward")(found)
-
-
-def _named(place: str, text: str) -> Any:
-    """What stands at path/to/file.py:name or package.module:name."""
-    path, _, name = place.rpartition(":")
-    if path.endswith(".py"):
-        if not Path(path).is_file():
-            raise GraphError(f"the reward {text!r} names a file that is not there; check the path {path!r}")
-        module = _load(Path(path))
-    else:
-        try:
-            module = importlib.import_module(path)
-        except Exception as error:
-            raise GraphError(
-                f"the reward {text!r} names module '{path}', which cannot be imported ({error}); "
-                f"install it, or name a file as path/to/file.py:function"
-            ) from error
-    found = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
-        raise GraphError(f"{path} has no function {name!r}; define it there, or name another")
-    return found
-
-
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise GraphError(f"{path} cannot be imported: {type(error).__name__}: {error}; mend the file") from error
-    return module

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 STEPS = 2
 TEXT = ("aipo", "grpo", "rloo", "dapo", "ppo", "distill", "sft")
 """Graphs over text files."""
-OWN = ("sorting", "calculator", "guess")
+OWN = ("sorting", "calculator", "guess", "products")
 """Graphs that make their policy themselves."""
 REWARD = '''"""Rewards."""
 

@@ -105,8 +105,8 @@ EPISODES = (
     Law(
         "a call that waits for its owner is not late",
         "test_a_call_that_waits_for_its_owner_is_not_late",
-        "dataflow.scoring.at_work:_Questions.awaited",
-        without("reschedule", "!timeout_s"),
+        "dataflow.scoring.at_work:_Asking.rest",
+        without("reschedule", "!_timeout_s"),
         "that its clock stands still",
     ),
     Law(

@@ -1,8 +1,12 @@
-"""`from_verifiers`: a reward function or a rubric of verifiers (up to 0.2) as a scorer."""
+"""`from_verifiers`: a reward function or a rubric of verifiers (its API up to 0.2) as a scorer."""
+
+from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.errors import GraphError
@@ -11,29 +15,72 @@ from dataflow.scorer import Scorer
 from dataflow.scoring.signature import Noted, where_defined
 from operators.rewards.foreign.adapting import (
     CallLimits,
+    Keywords,
     adapted,
     both_forms,
     gives_of,
     is_async,
     name_of,
     note_of,
+    plain,
     taken_by,
 )
 
 _OWN = ("prompt", "completion", "answer", "state", "info", "task", "parser")
-_OF_GROUPS = ("prompts", "completions", "answers", "states", "infos", "tasks")
+_OF_GROUPS = {
+    "prompts": "prompt", "completions": "completion", "answers": "answer", "states": "state", "infos": "info",
+    "tasks": "task",
+}  # fmt: skip
+"""What a function of a whole group is given, and what that is of one rollout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RubricPart:
+    """One function of a rubric."""
+
+    function: Callable[..., Any]
+    weight: float = 1.0
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """What the rubric itself gives by name: its parser, a judge, helpers."""
+    keywords: Keywords = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keywords", taken_by(self.function, "verifiers"))
+
+    @property
+    def is_of_group(self) -> bool:
+        """Whether it judges all rollouts of a prompt at once: it takes them by their plurals, or returns a list."""
+        try:
+            returned = typing.get_type_hints(self.function).get("return")
+        except Exception:
+            returned = None
+        return any(map(self.keywords.wants, _OF_GROUPS)) or list in (returned, typing.get_origin(returned))
+
+    def reads(self) -> list[str]:
+        """Columns that it needs."""
+        needed = [_OF_GROUPS.get(each, each) for each in self.keywords.needed]
+        own = [each for each in ("answer", "info", "task") if each in needed]
+        return own + [each for each in needed if each not in (*_OWN, *self.objects)]
+
+    def arguments(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What it is called with: of one rollout, or of all of a group."""
+        if not self.is_of_group:
+            return self.keywords.chosen({**rows[0], **self.objects})
+        plurals = {many: [row[one] for row in rows] for many, one in _OF_GROUPS.items()}
+        return self.keywords.chosen({**plurals, **self.objects})
 
 
 def from_verifiers(
     rewards: Any, *, name: str = "reward", note: bool = False, limits: CallLimits = CallLimits()
 ) -> Scorer[..., Any]:
-    """A scorer that calls a reward function, or the functions of a rubric, as verifiers up to 0.2 did for each rollout.
+    """A scorer that calls a reward function, or the functions of a rubric, as verifiers' API up to 0.2 does.
 
     A function gets, as far as it takes them, `prompt`, `completion` (both as messages where the prompt is a chat),
-    `answer`, `info`, `task`, `parser` (the rubric's), other columns of the data, and `state`, a dict of all of them. A
+    `answer`, `info`, `task`, other columns of the data, `state`, a dict of all of them that the functions of a rubric
+    share, and what the rubric gives by name (`parser`, a judge, helpers). One of a whole group gets their plurals. A
     rubric's rewards are added by its weights, without those that are None; a function that raises is a failure, which
     verifiers counts as 0. note: whether each function's reward is kept, as JSON in the column `<name>_note`.
-    Raises GraphError for functions of a trace (verifiers v1), which are rewards of an environment, and of groups.
+    Raises GraphError for functions of a trace (verifiers v1), which are rewards of an environment.
 
     >>> def exact(completion, answer, **kwargs):
     ...     return 1.0 if completion == answer else 0.0
@@ -41,70 +88,96 @@ def from_verifiers(
     >>> sorted(reward.reads()), reward(prompt="2+2=", completion="4", answer="4")
     (['answer', 'completion', 'prompt'], 1.0)
     """
-    functions, weights, parser = _parts(rewards)
-    taken = {function: taken_by(function, "verifiers") for function in functions}
-    for function, keywords in taken.items():
-        _refuse(function, keywords.needed)
-    reads = [PROMPT, COMPLETION]
-    for keywords in taken.values():
-        reads += [each for each in ("answer", "info", "task") if each in keywords.needed]
-        reads += keywords.columns(*_OWN)
+    parts = list(_parts(rewards))
+    if not parts:
+        raise GraphError("a rubric has no reward functions; found 0; give it one at least")
+    for part in parts:
+        _refuse(part.function, part.keywords.needed)
+    reads = [PROMPT, COMPLETION, *(each for part in parts for each in part.reads())]
+    of_group = any(part.is_of_group for part in parts)
+    labels = _labels(parts)
 
-    def asked(columns: dict[str, Any]) -> dict[str, Any]:
-        prompt, completion = both_forms(columns.pop(PROMPT), columns.pop(COMPLETION))
-        info = columns.pop("info", None)
-        given = {
-            **columns, "prompt": prompt, "completion": completion, "answer": columns.get("answer", ""),
-            "info": json.loads(info) if isinstance(info, str) and info else info or {},
-            "task": columns.get("task", "default"), "parser": parser,
-        }  # fmt: skip
-        turns = [completion] if isinstance(completion, str) else [each["content"] for each in completion]
-        given["state"] = {each: value for each, value in given.items() if each != "parser"} | {
-            "responses": turns, "turn": len(turns),
-        }  # fmt: skip
-        return given
+    def asked(columns: dict[str, Any]) -> list[dict[str, Any]]:
+        if not of_group:
+            return [_row(columns)]
+        lists = {each: plain(values) for each, values in columns.items()}
+        return [_row({each: values[at] for each, values in lists.items()}) for at in range(len(lists[PROMPT]))]
 
-    def told(values: dict[str, float | None]) -> Any:
-        found = [
-            weight * value for weight, value in zip(weights, values.values(), strict=True) if value is not None
-        ]  # fmt: skip
-        total = sum(found) if found else None
-        return Noted(total, note_of(values)) if note else total
+    def told(values: dict[str, list[Any]], rows: int) -> Any:
+        found: list[Any] = [_total(parts, [each[row] for each in values.values()]) for row in range(rows)]
+        if note:
+            noted = [note_of({label: each[row] for label, each in values.items()}) for row in range(rows)]
+            found = [Noted(value, text) for value, text in zip(found, noted, strict=True)]
+        return found if of_group else found[0]
+
+    def calls(rows: list[dict[str, Any]]) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
+        """Each call to be made, under which label, and whether it gives the values of all rows."""
+        for part, label in zip(parts, labels, strict=True):
+            for some in [rows] if part.is_of_group else [[row] for row in rows]:
+                yield label, part.is_of_group, lambda part=part, some=some: part.function(**part.arguments(some))  # type: ignore[misc]
 
     async def call_async(**columns: Any) -> Any:
-        given = asked(columns)
-        values = {}
-        for label, function in labels.items():
-            returned = function(**taken[function].chosen(given))
-            values[label] = await returned if inspect.isawaitable(returned) else returned
-        return told(values)
+        rows = asked(columns)
+        values: dict[str, list[Any]] = {label: [] for label in labels}
+        for label, gives_all, make in calls(rows):
+            returned = make()
+            returned = await returned if inspect.isawaitable(returned) else returned
+            values[label] += returned if gives_all else [returned]
+        return told(values, len(rows))
 
     def call(**columns: Any) -> Any:
-        given = asked(columns)
-        return told({label: function(**taken[function].chosen(given)) for label, function in labels.items()})
+        rows = asked(columns)
+        values: dict[str, list[Any]] = {label: [] for label in labels}
+        for label, gives_all, make in calls(rows):
+            values[label] += make() if gives_all else [make()]
+        return told(values, len(rows))
 
-    labels = {f"{name_of(function)}{f'_{at}' * (at > 0)}": function for at, function in _numbered(functions)}
-    one = functions[0]
     return adapted(
-        call_async if any(map(is_async, functions)) else call, one, reads=reads, gives=gives_of(note, False), per="row",
-        name=name, limits=limits,
+        call_async if any(is_async(part.function) for part in parts) else call, parts[0].function, reads=reads,
+        gives=gives_of(note, of_group), per="group" if of_group else "row", name=name, limits=limits,
     )  # fmt: skip
 
 
-def _parts(rewards: Any) -> tuple[list[Callable[..., Any]], list[float], Any]:
-    """The functions of a rubric, their weights, and its parser; of a function itself and 1."""
+def _row(columns: dict[str, Any]) -> dict[str, Any]:
+    """What the functions are given of a rollout, by name."""
+    prompt, completion = both_forms(columns[PROMPT], columns[COMPLETION])
+    info = columns.get("info")
+    given = {
+        **columns, "prompt": prompt, "completion": completion, "answer": columns.get("answer", ""),
+        "info": json.loads(info) if isinstance(info, str) and info else info or {},
+        "task": columns.get("task", "default"), "parser": None,
+    }  # fmt: skip
+    turns = [completion] if isinstance(completion, str) else [each["content"] for each in completion]
+    known = {each: value for each, value in given.items() if each != "parser"}
+    return {**given, "state": {**known, "responses": turns, "turn": len(turns)}}
+
+
+def _total(parts: Sequence[RubricPart], values: Sequence[float | None]) -> float | None:
+    found = [part.weight * value for part, value in zip(parts, values, strict=True) if value is not None]
+    return sum(found) if found else None
+
+
+def _parts(rewards: Any) -> Iterator[RubricPart]:
+    """The functions of a rubric, or of several that are one; a function by itself."""
+    rubrics = getattr(rewards, "rubrics", None)
+    if rubrics is not None:
+        for rubric in rubrics:
+            yield from _parts(rubric)
+        return
     functions = getattr(rewards, "funcs", getattr(rewards, "reward_funcs", None))
     weights = getattr(rewards, "weights", getattr(rewards, "reward_weights", None))
     if functions is None:
-        return [rewards], [1.0], None
-    functions = list(functions)
+        yield RubricPart(function=rewards)
+        return
     weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
-    if not functions or len(weights) != len(functions):
+    if len(weights) != len(functions):
         raise GraphError(
             f"a rubric has {len(functions)} reward functions and {len(weights)} weights; give it as many of both, and "
             f"one at least"
         )
-    return functions, weights, getattr(rewards, "parser", None)
+    objects = {"parser": getattr(rewards, "parser", None), **(getattr(rewards, "class_objects", None) or {})}
+    for function, weight in zip(functions, weights, strict=True):
+        yield RubricPart(function=function, weight=weight, objects=objects)
 
 
 def _refuse(function: Any, needed: tuple[str, ...]) -> None:
@@ -115,18 +188,14 @@ def _refuse(function: Any, needed: tuple[str, ...]) -> None:
             f"which is part of an environment and judges its trace; run the environment, or write a function of "
             f"prompt, completion and answer"
         )
-    if any(each in _OF_GROUPS for each in needed):
-        raise GraphError(
-            f"'{name_of(function)}' ({where_defined(function)}) takes {list(needed)}, those of a whole group; write it "
-            f'as a @scorer(per="group")'
-        )
 
 
-def _numbered(functions: list[Any]) -> list[tuple[int, Any]]:
-    """Each with how many of the same name stand before it."""
+def _labels(parts: Sequence[RubricPart]) -> list[str]:
+    """What the functions are called, those of one name told apart."""
     seen: dict[str, int] = {}
     found = []
-    for function in functions:
-        found.append((seen.get(name_of(function), 0), function))
-        seen[name_of(function)] = found[-1][0] + 1
+    for part in parts:
+        name = name_of(part.function)
+        found.append(f"{name}_{seen[name]}" if name in seen else name)
+        seen[name] = seen.get(name, 0) + 1
     return found

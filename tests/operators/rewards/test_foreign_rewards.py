@@ -40,11 +40,13 @@ ROWS = [
 ]
 
 
-def scored(reward: Scorer[..., Any], rows: list[dict[str, Any]] = ROWS, *, chat: bool = False) -> list[dict[str, Any]]:
+def scored(
+    reward: Scorer[..., Any], rows: list[dict[str, Any]] = ROWS, *, chat: bool = False, size: int = 1
+) -> list[dict[str, Any]]:
     columns = [name for name in rows[0] if name != "prompt"]
     source = Prompts(rows, columns=columns, epochs=1, chat=chat)
-    rollouts = FakeGenerator(group_size=1)(Graph("g").source(source))
-    found: list[dict[str, Any]] = collect(reward(rollouts), rows=len(rows)).to_pylist()
+    rollouts = FakeGenerator(group_size=size)(Graph("g").source(source))
+    found: list[dict[str, Any]] = collect(reward(rollouts), rows=size * len(rows)).to_pylist()
     return sorted(found, key=lambda row: row["group_id"])
 
 
@@ -155,6 +157,26 @@ def test_verifiers_functions_and_rubrics_are_added_by_their_weights() -> None:
     assert json.loads(rows[1]["reward_note"]) == {"exact_match": 0.0, "by_state": None}
 
 
+def test_verifiers_functions_of_a_group_and_what_a_rubric_gives_by_name() -> None:
+    def unique(completions: list[Any], helper: Any) -> list[float]:
+        return [helper(completions.count(each)) for each in completions]
+
+    def seen(state: Any) -> float:
+        state["seen"] = state.get("seen", 0) + 1
+        return float(state["seen"])
+
+    def seen_again(state: Any) -> float:
+        return float(state["seen"])
+
+    first = SimpleNamespace(funcs=[unique], weights=[1.0], parser=None, class_objects={"helper": lambda n: 1.0 / n})
+    second = SimpleNamespace(funcs=[seen, seen_again], weights=[0.0, 10.0], parser=None)
+    made = from_verifiers(SimpleNamespace(rubrics=[first, second]), note=True)
+    assert made.per == "group" and "helper" not in made.reads()
+    rows = scored(made, size=2)
+    assert values(rows) == [10.5] * 4  # the siblings say the same
+    assert json.loads(rows[0]["reward_note"]) == {"unique": 0.5, "seen": 1.0, "seen_again": 1.0}
+
+
 def test_slimes_and_areals_functions_get_a_sample_and_keywords() -> None:
     async def custom_rm(args: Any, sample: Any) -> float:
         assert sample.response_length == len(sample.rollout_log_probs) == len(sample.loss_mask)
@@ -234,7 +256,6 @@ def test_rewards_that_do_not_apply_are_left_out_of_a_sum_and_of_the_groups_mean(
         (lambda: from_trl(lambda *a: a), r"takes '\*a' by position, but TRL gives keywords"),
         (lambda: from_slime(lambda args, other: 1.0), r"takes \['other'\] beside args"),
         (lambda: from_verifiers(lambda trace: 1.0), "a reward of verifiers v1"),
-        (lambda: from_verifiers(lambda completions: 1.0), "those of a whole group"),
         (lambda: from_verifiers(SimpleNamespace(funcs=[exact_match], weights=[])), "1 reward functions and 0 weights"),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_reward_of_ones_own_is_found_by_file_and_name(tmp_path: Path) -> None:
     [
         ("exat", "no reward is called 'exat'.*did you mean 'exact'"),
         ("nowhere.py:score", "names a file that is not there"),
-        ("{file}:scor", "has no function 'scor'"),
+        ("{file}:scor", "has no reward 'scor'"),
         ("{broken}:score", "cannot be imported: SyntaxError"),
     ],
 )
