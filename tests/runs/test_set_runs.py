@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live_change_rig import STEP, changed_run, resumed, rewards
+from rigs.changed_runs import STEP, changed_run, resumed, rewards
 from rigs.graphs import NO_BOUND
 
 from dataflow import Model, RunError, scorer

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live_change_rig import STEP, changed_run, resumed, rewards
+from rigs.changed_runs import STEP, changed_run, resumed, rewards
 
 from dataflow import RunError, scorer
 from dataflow.folder.faults import FILE

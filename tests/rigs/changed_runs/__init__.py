@@ -5,15 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rigs.graphs import Scorer, fake_graph, reward
-from rigs.machine import wait_until
-from rigs.operators import Around, wrapped
-
 from dataflow import Result, inline, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
 from dataflow.runtime import Batch, Runtime
 from dataflow.testing import FakePrompts, FakeTrainer
+from rigs.graphs import Scorer, fake_graph, reward
+from rigs.machine import wait_until
+from rigs.operators import Around, wrapped
 
 STEP = 3
 """At which the trainer waits."""
