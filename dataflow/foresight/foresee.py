@@ -14,7 +14,6 @@ from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts_of, decoder_of
 from dataflow.foresight.generation import GeneratorReplica, generate, prefill, sustain
-from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
 from dataflow.foresight.scenarios import Foreground, Operation, between, episode_of, once_s, scenario_of
@@ -201,7 +200,7 @@ def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
         at_once = next(each.at_once for each in made.operations if each.node == ground.generator.name)
         stale = min(float(most), mean_staleness(
             in_flight=min(at_once, (most + 1) * rollouts), batch=rollouts,
-            tail=_tail(ground.lengths, ground.group_size),
+            tail=ground.lengths.tail(ground.group_size),
             ratio=busy[ground.trainer.name] / busy[ground.generator.name],
         ))  # fmt: skip
     return replace(made, step_s=step_s, spread_s=(step_s, step_s), staleness=stale)
@@ -345,14 +344,6 @@ def _exchange(
     link = min(kind.within_bytes_per_s if one_host else kind.between_bytes_per_s for kind in kinds.values())
     nbytes = model.parameters * (1 if generator.quantized else 2) / ranks
     return Parts(links=nbytes / link).seconds(constants.generator)
-
-
-def _tail(lengths: Lengths, group: int) -> float:
-    """The longest of a group, in the mean, over the mean."""
-    ends = ((lengths.tokens.searchsorted(lengths.tokens, side="right")) / len(lengths.tokens)) ** group
-    weights = ends.copy()
-    weights[1:] -= ends[:-1]
-    return float((lengths.tokens * weights).sum() / weights.sum() / lengths.mean)
 
 
 def _kinds(devices: Devices) -> dict[str, DeviceKind]:

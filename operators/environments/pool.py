@@ -73,8 +73,8 @@ class SessionPool(Generic[S]):
         """And how often each was lent."""
         self._waiting: deque[asyncio.Future[tuple[S, int]]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._beginning: set[asyncio.Task[None]] = set()
-        """Those of them that start a session."""
+        self._starts: set[asyncio.Task[None]] = set()
+        """Of these, those that start a session."""
         self._starting = self._held = 0
         self._is_failing = self._is_closed = False
         self.started = self.renewed = 0
@@ -104,15 +104,23 @@ class SessionPool(Generic[S]):
     async def close(self) -> None:
         """Close what is idle, and give up what is starting; what is lent is closed when it comes back."""
         self._is_closed = True
-        for task in self._beginning:
+        for task in self._starts:
             task.cancel()
         for waiting in self._waiting:
             waiting.cancel()
         while self._idle:
             self._held += 1
             self._later(self._end(self._idle.popleft()[0]))
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+        await asyncio.sleep(0)  # who is cancelled in this moment gives back what it had
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def kept(self) -> None:
+        """Wait for the end of the event loop, which cancels this, and close."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.close()
 
     async def _borrowed(self) -> tuple[S, int]:
         waiting: asyncio.Future[tuple[S, int]] = asyncio.get_running_loop().create_future()
@@ -146,8 +154,8 @@ class SessionPool(Generic[S]):
         for _ in range(0 if self._is_closed else missing):
             self._starting += 1
             task = self._later(self._begin())
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+            self._starts.add(task)
+            task.add_done_callback(self._starts.discard)
 
     async def _begin(self) -> None:
         """Start a session; where there is no room for it, again as long as somebody waits. Who waits first hears why it
@@ -197,6 +205,9 @@ class SessionPool(Generic[S]):
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_CLOSE_S):
                     await session.close()
+        except asyncio.CancelledError:  # the event loop ends: the session is closed all the same
+            self._held += 1
+            self._later(self._end(session))
         finally:
             self._held -= 1
             self._serve()

@@ -58,6 +58,9 @@ class Chat(Protocol):
     def reward(self, value: float) -> None:
         """What the policy's last turn was worth: `turn_reward` at its last token. Several add up."""
 
+    def cut_off(self) -> None:
+        """The world ends before its time: the finish reason is "length", as where the policy's turns are used up."""
+
     def keep_last(self, turns: int) -> None:
         """Leave out what was said before the policy's last turns, so many of them, but for what the conversation began
         with. What was heard before the first that is kept goes with the rest."""
@@ -155,6 +158,8 @@ class Chats:
     chats: list[AskedChat] = field(default_factory=list)
     is_over: bool = False
     """Whether the last turn that was asked for was one that the policy did not have."""
+    is_cut_off: bool = False
+    """Whether the world was."""
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -186,7 +191,8 @@ class Chats:
     def outcome(self, returned: Any) -> Outcome:
         """How the function ended."""
         heard = [chat.heard for chat in self.chats]
-        return Outcome(heard=heard, rewards=self.rewards, is_over=self.is_over, returned=returned)
+        is_over = self.is_over or self.is_cut_off
+        return Outcome(heard=heard, rewards=self.rewards, is_over=is_over, returned=returned)
 
 
 @dataclass
@@ -297,6 +303,10 @@ class AskedChat:
         if not self.rewards:
             raise OperatorError(f"chat.reward({value!r}) comes before the policy said anything; call chat.say first")
         self.rewards[-1] += float(value)
+
+    def cut_off(self) -> None:
+        """As `Chat.cut_off`."""
+        self.among.is_cut_off = True
 
     def _history(self, history: str | Iterable[Mapping[str, Any]]) -> str:
         """As `rewriting` has it. OperatorError where no conversation can begin so."""

@@ -107,10 +107,11 @@ class InWorkerWorlds:
 
     def close(self) -> None:
         """End all that are under way."""
-        for task in self._tasks.values():
+        left = asyncio.all_tasks(self._loop)  # those too that functions have started
+        for task in left:
             task.cancel()
-        if self._tasks:
-            self._loop.run_until_complete(asyncio.wait([*self._tasks.values()], timeout=self._settings.timeout_s))
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left, timeout=self._settings.timeout_s))
         if self._box is not None:
             self._loop.run_until_complete(self._box.close())
         self._loop.close()

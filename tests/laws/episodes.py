@@ -89,6 +89,27 @@ EPISODES = (
         "the failure",
     ),
     Law(
+        "what fails in an environment is the world's failure and no reward",
+        "test_what_fails_in_the_environment_is_the_worlds_failure_and_never_a_reward",
+        "operators.environments:Player._turns",
+        never("not", "rewards"),
+        "that what nobody scored is no 0",
+    ),
+    Law(
+        "there are never more sessions of an environment than there may be",
+        "test_there_are_never_more_sessions_than_there_may_be_and_everyone_gets_one",
+        "operators.environments:to_start",
+        returned("max(0, waiting + ahead - idle - starting)"),
+        "the bound",
+    ),
+    Law(
+        "a session of which an episode failed is used no more",
+        "test_a_session_whose_borrower_failed_is_closed_and_another_takes_its_place",
+        "operators.environments:SessionPool._give_back",
+        always("is_sound"),
+        "the failure",
+    ),
+    Law(
         "a turn starts when the group of its rollout may",
         "test_a_turn_starts_when_the_group_of_its_rollout_may",
         "operators.generation.runtime:GeneratorRuntime.__init__",
