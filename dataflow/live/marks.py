@@ -50,6 +50,14 @@ class Marks:
             self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))
         return {**self._found, "restarts": list(restarts)[-MOST:], "rounds": list(rounds)[-MOST:]}
 
+    def within(self, begin: float, end: float) -> list[tuple[float, str]]:
+        """What was marked between two times, in seconds since 1970, and the steps made then; as of the last look."""
+        first, last = (bisect.bisect_left(self._times, (at, 0)) for at in (begin, end))
+        steps = [(at, f"step {step}") for at, step in self._times[first:last]]
+        told = [(each["at"], each["text"]) for each in self._found.get("faults", ())]
+        told += [(each["at"], each["request"]) for each in self._found.get("requests", ())]
+        return sorted(steps + [(at, text) for at, text in told if at is not None and begin <= at < end])
+
     def _look_at_times(self) -> None:
         """When steps were made: those that are new, of the trainer that leads."""
         _, config = described(self.folder)

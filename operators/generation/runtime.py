@@ -56,7 +56,7 @@ class GeneratorRuntime(Runtime):
         elif context.reader is not None:
             attached = self.engine.tensors
             reader = context.reader(attached)
-        self._weights = ReadWeights(reader, attached, context.aside, built.ranks)
+        self._weights = ReadWeights(reader, attached, context.aside, built.ranks, context.span)
         self._told_dropped = 0
         self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
