@@ -46,9 +46,11 @@ ROW_CONVERSATION = "row_conversation"
 ROW_ROLE = "row_role"
 ROW_BRANCH_TURN = "row_branch_turn"
 OF_SOURCE = "of_source"
+"""Which source a row comes from, where rows of several stand in one table."""
 OF_GROUP = "of_group"
 SEED = "seed"
 MOST_TOKENS = "most_tokens"
+STOP = "stop"
 
 SAMPLING_MASK_TYPE = pa.list_(pa.list_(pa.int32()))
 """By token of the rollout the ids that truncation left; null in the prompt and where it left all."""
@@ -94,6 +96,7 @@ TURN_REQUEST: Columns = {
     SEED: pa.int64(),
     MOST_TOKENS: pa.int32(),  # of the turn
     TEMPERATURE: pa.float64(),  # at which the turns before were sampled; null: as the generator samples now
+    STOP: pa.list_(pa.string()),  # strings at which the turn ends, beside end tokens; null: the generator's own
     TOKENS: pa.list_(pa.int32()),  # the conversation so far
 }
 

@@ -12,7 +12,7 @@ import structlog
 from dataflow.limits import Limits
 from dataflow.records import Columns, group_slices
 from dataflow.staleness import Bound
-from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
+from dataflow.weight_ends import Refresh, Span, WeightsIn, WeightsOut, untold
 
 if TYPE_CHECKING:
     from dataflow.folder.copies.parts import Copies
@@ -182,6 +182,8 @@ class Context:
     spent: Callable[[], Mapping[str, float]] = dict
     """How the node's time was spent so far: seconds by state, as `dataflow.worker.state_clock` has them."""
     log: Any = field(default_factory=structlog.get_logger)
+    span: Span = untold
+    """`with context.span("optimizer"):` shows a stretch of a slice of work in the run's trace; few names, no number."""
     writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
     """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An `OpensWriter` where the
     trainer may have several ranks."""

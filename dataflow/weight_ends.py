@@ -1,8 +1,19 @@
 """The ends of the weight plane as operators see them: a trainer's, a reader's, and those of further ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+Span: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Tells the run's trace of a stretch of work, by name."""
+TAKE = "take weights"
+"""As what a reader tells it."""
+
+
+def untold(what: str) -> AbstractContextManager[None]:
+    """Tells nobody."""
+    return nullcontext()
 
 
 class SentVersion(Protocol):
@@ -134,14 +145,15 @@ class WeightsIn(Protocol):
         """Take the newest offered version into the attached tensors; its number, or that of the version kept."""
 
 
-def taken(reader: WeightsIn) -> int | None:
+def taken(reader: WeightsIn, span: Span = untold) -> int | None:
     """Take what is offered, if anything: the number of what was taken, None where the version in use was kept.
 
-    What is offered may be another one by the time it is taken."""
+    What is offered may be another one by the time it is taken. span: as of `Context`."""
     offer, before = reader.poll(), reader.version
     if offer is None:
         return None
-    version = reader.adopt()
+    with span(TAKE):
+        version = reader.adopt()
     return version if version == offer.version or version != before else None
 
 

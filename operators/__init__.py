@@ -4,8 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from operators.agents.declaration import Endpoint, agent
     from operators.demonstrations import Demonstrations
     from operators.episodes.declaration import episode
+    from operators.episodes.tool_use import tool_use
     from operators.evaluate import Evaluate
     from operators.forward import Logprobs, RewardModel, Values
     from operators.generator import Generator
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Demonstrations",
+    "Endpoint",
     "Evaluate",
     "Generator",
     "Logprobs",
@@ -21,11 +24,15 @@ __all__ = [
     "RewardModel",
     "Trainer",
     "Values",
+    "agent",
     "episode",
+    "tool_use",
 ]
 
 _MODULES = {
-    "Logprobs": "forward", "RewardModel": "forward", "Values": "forward", "episode": "episodes.declaration",
+    "Endpoint": "agents.declaration", "Logprobs": "forward", "RewardModel": "forward", "Values": "forward",
+    "agent": "agents.declaration", "episode": "episodes.declaration",
+    "tool_use": "episodes.tool_use",
 }  # fmt: skip
 """Where a name stands, unless in a module of its own."""
 

@@ -45,6 +45,8 @@ OWN_LIMITS = {
     "transport/native/compile.py",  # without a kernel all goes on, slower
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
     "operators/rewards/judge_model.py",  # a judge elsewhere, which is the user's to know
+    "operators/environments/declaration.py",  # a server of environments elsewhere, the same
+    "operators/tools/toolbox.py",  # rollouts that wait for the policy hold what others wait for
     "operators/training/knobs.py",  # recover_within_s is no wait
     "dataflow/live/server.py",  # a browser waits for it, no run
     "operators/serving/bounds.py", "operators/serving/engine_thread.py", "operators/serving/service.py",  # no run

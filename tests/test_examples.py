@@ -11,6 +11,7 @@ import pytest
 import dataflow
 import operators
 import operators.credit
+import operators.environments
 import operators.filters
 import operators.rewards
 from dataflow.scorer import Scorer
@@ -23,6 +24,7 @@ SCORERS = [
 ]  # fmt: skip
 PUBLIC = [
     *((package, name) for package in (dataflow, operators) for name in package.__all__ if name not in TYPES),
+    (operators.environments, "environment"),
     *((operators.rewards, name) for name in operators.rewards.__all__ if name not in ("KNOWN", "code_reward")),
     *SCORERS,
 ]  # fmt: skip

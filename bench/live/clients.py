@@ -1,20 +1,42 @@
-"""Pages without a browser: processes that ask a live page's server for what a page asks for, at its pace."""
+"""Pages without a browser: a process that asks a live page's server for what a page asks for, at its pace.
 
-import http.client
+It takes as little of a processor as it can, and goes last (SCHED_IDLE): what a browser makes of an answer is none of
+the server's. It is told on its standard input how many pages there are from now on, a line each time: a number, or
+`never` for one that takes no answers; after each it prints what was done since the line before, as JSON.
+"""
+
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from urllib.parse import urlencode, urlsplit
 
 EVERY_S, SERIES_S = 1.0, 2.0
 """As page.js has them."""
 FILES = ("", "picture.css", "page.css", "page.js", "text.js", "graph.js", "charts.js", "rollouts.js", "steer.js")
+NEVER = "never"
+DOZEN = 12
+"""Series that a page shows at first."""
 UNREAD = 20
 """Answers that a client which never reads leaves lying at a time."""
+PAGES = 10
+"""That there may be."""
+_CHANGES = re.compile(rb'"changes": ?(\d+)')
+
+
+@dataclass
+class Done:
+    """What clients did."""
+
+    answers: int = 0
+    failed: int = 0
+    received: int = 0
+    """Bytes."""
 
 
 class PageClient:
@@ -28,8 +50,10 @@ class PageClient:
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        self._port, self._path = parts.port, parts.path
-        self.answers = self.failed = self.received = 0
+        self._port, self._path = parts.port or 80, parts.path
+        self.done = Done()
+        self._changes, self._drawn = b"", 0.0
+        self._keys: list[str] = []
 
     def load(self) -> None:
         """What a page asks for when it is opened."""
@@ -38,72 +62,116 @@ class PageClient:
         for name in ("runs", "graph?run=0", "rollouts?run=0&kind=step&page=0&sort=step&order=down"):
             self.get(f"api/{name}")
 
-    def run(self, until: float) -> None:
-        """Be open until then, in seconds of time.monotonic."""
-        self.load()
-        changes, drawn = -1, 0.0
-        while (now := time.monotonic()) < until:
-            found = json.loads(self.get("api/now?run=0") or b"{}")
-            if found.get("changes", changes) != changes and now - drawn >= SERIES_S:
-                changes, drawn = found["changes"], now
-                names = json.loads(self.get("api/names?run=0") or b'{"series": []}')
-                self.get("api/marks?run=0")
-                keys = [each["key"] for each in names["series"] if each["first"]]
-                self.get(f"api/series?{urlencode({'run': 0, 'key': keys, 'points': 600}, doseq=True)}")
-            time.sleep(max(0.0, min(now + EVERY_S, until) - time.monotonic()))
+    def look(self, now: float) -> None:
+        """What it asks for once a second; now: seconds of time.monotonic."""
+        found = _CHANGES.search(self.get("api/now?run=0"))
+        if found is None or found[1] == self._changes or now - self._drawn < SERIES_S:
+            return
+        self._changes, self._drawn = found[1], now
+        names = self.get("api/names?run=0")
+        self.get("api/marks?run=0")
+        if len(self._keys) < DOZEN and names:
+            self._keys = [each["key"] for each in json.loads(names)["series"] if each["first"]]
+        self.get(f"api/series?{urlencode({'run': 0, 'key': self._keys, 'points': 600}, doseq=True)}")
 
     def get(self, address: str) -> bytes:
         """What stands there; empty where that is nothing."""
-        client = http.client.HTTPConnection("127.0.0.1", self._port, timeout=40)
         try:
-            client.request("GET", self._path + address)
-            answer = client.getresponse()
-            body = answer.read()
+            with socket.create_connection(("127.0.0.1", self._port), timeout=40) as client:
+                client.sendall(f"GET {self._path}{address} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\n\r\n".encode())
+                parts = list(iter(lambda: client.recv(1 << 18), b""))
         except OSError:
-            self.failed += 1
+            self.done.failed += 1
             return b""
-        finally:
-            client.close()
-        self.answers += 1
-        self.failed += answer.status != 200
-        self.received += len(body)
-        return body if answer.status == 200 else b""
+        head, _, body = b"".join(parts).partition(b"\r\n\r\n")
+        self.done.answers += 1
+        self.done.failed += head[9:12] != b"200"
+        self.done.received += len(body)
+        return body if head[9:12] == b"200" else b""
 
 
-def never_read(url: str, until: float) -> int:
-    """Ask once a second for all series, and never take an answer; how often it was asked."""
-    parts, held, count = urlsplit(url), [], 0
-    while time.monotonic() < until:
-        client = socket.create_connection(("127.0.0.1", parts.port or 80), timeout=10)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+class Unreading:
+    """A page that asks once a second, and never takes an answer."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._port = parts.port or 80
         address = f"{parts.path}api/rollouts?run=0&kind=step&page=0&sort=step&order=down"
-        client.sendall(f"GET {address} HTTP/1.1\r\nHost: 127.0.0.1:{parts.port}\r\n\r\n".encode())
-        held.append(client)
-        count += 1
-        if len(held) > UNREAD:
-            held.pop(0).close()
-        time.sleep(EVERY_S)
-    for client in held:
-        client.close()
-    return count
+        self._asks = f"GET {address} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\n\r\n".encode()
+        self._held: list[socket.socket] = []
+        self.done = Done()
+
+    def look(self, now: float) -> None:
+        """Ask once more."""
+        client = socket.create_connection(("127.0.0.1", self._port), timeout=10)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        client.sendall(self._asks)
+        self._held.append(client)
+        self.done.answers += 1
+        if len(self._held) > UNREAD:
+            self._held.pop(0).close()
+
+    def rest(self) -> None:
+        """Let all go."""
+        while self._held:
+            self._held.pop().close()
+
+
+class Clients:
+    """All pages of a bench.
+
+    consumes: how many there are
+    produces: their requests
+    waits for: the next word, and their pace
+    unblocked by: `show`
+    """
+
+    def __init__(self, url: str) -> None:
+        self._pages, self._unreading = [PageClient(url) for _ in range(PAGES)], Unreading(url)
+        self._shown: frozenset[int] = frozenset()
+        self._changed = threading.Condition()
+        for number in range(-1, PAGES):
+            threading.Thread(target=self._be, args=(number,), daemon=True).start()
+
+    def load(self) -> None:
+        """Open all pages."""
+        for page in self._pages:
+            page.load()
+            page.look(time.monotonic())
+
+    def show(self, word: str) -> Done:
+        """Let there be so many from now on; what was done since the word before."""
+        with self._changed:
+            self._shown = frozenset({-1} if word == NEVER else range(int(word)))
+            self._changed.notify_all()
+        told: list[PageClient | Unreading] = [self._unreading, *self._pages]
+        found = Done(*(sum(getattr(each.done, name) for each in told) for name in ("answers", "failed", "received")))
+        for each in told:
+            each.done = Done()
+        return found
+
+    def _be(self, number: int) -> None:
+        """One page; -1 for the one that never reads."""
+        client: PageClient | Unreading = self._unreading if number < 0 else self._pages[number]
+        phase = max(0, number) / PAGES
+        while True:
+            with self._changed:
+                if number not in self._shown and isinstance(client, Unreading):
+                    client.rest()
+                self._changed.wait_for(lambda: number in self._shown)
+            now = time.monotonic()
+            client.look(now)
+            time.sleep(max(0.0, EVERY_S - (time.monotonic() - phase) % EVERY_S))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """URL, pages, seconds; 0 pages: one that never reads. Prints what they did, and the processor time."""
-    url, pages, seconds = arguments[0], int(arguments[1]), float(arguments[2])
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # a browser's work is none of the server's
-    until = time.monotonic() + seconds
-    if pages == 0:
-        print(json.dumps({"answers": never_read(url, until), "failed": 0, "received": 0, "cpu_s": time.process_time()}))
-        return
-    clients = [PageClient(url) for _ in range(pages)]
-    threads = [threading.Thread(target=client.run, args=(until,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    told = {name: sum(getattr(each, name) for each in clients) for name in ("answers", "failed", "received")}
-    print(json.dumps(told | {"cpu_s": time.process_time()}))
+    """URL; words from standard input, until it ends."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    clients = Clients(arguments[0])
+    clients.load()
+    print("ready", flush=True)
+    for word in sys.stdin:
+        print(json.dumps(asdict(clients.show(word.strip()))), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.live.__main__ import served
+from bench.live.windows import served
 
 STEPS = 150
 """That the run has made by then."""
@@ -33,13 +33,13 @@ def main() -> int:
 
     with (
         tempfile.TemporaryDirectory() as temporary,
-        served(Path(temporary), options.policy) as (metrics, _, url),
+        served(Path(temporary), options.policy) as place,
         browser(Path(temporary) / "browser") as page,
     ):
         page.look_like(WIDTH, HEIGHT)
-        page.open(url)
+        page.open(place.url)
         page.wait("document.querySelectorAll('.chart path.a').length >= 8", 60)
-        while len(metrics.read_bytes().splitlines()) < STEPS:
+        while len(place.metrics.read_bytes().splitlines()) < STEPS:
             time.sleep(0.5)
         page.wait("document.querySelectorAll('#charts .line').length >= 20", 60)
         page.ask("document.documentElement.style.scrollBehavior = 'auto'")

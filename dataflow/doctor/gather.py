@@ -47,9 +47,10 @@ def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: 
         for name, worker in told.items()
         if worker["pid"] and worker.get("machine", here) == here
     }
-    below = {name: processes.below(pid) for name, pid in pids.items()}
+    each = processes.below_each(pids.values())
+    below = {name: each[pid] for name, pid in pids.items()}
     seen = processes.look([*pids.values(), *(pid for each in below.values() for pid in each)], during_s)
-    ours = set(processes.below(int(said["pid"]))) if said.get("pid") else set()
+    ours = set(processes.below(int(said["pid"]))) if wake and said.get("pid") else set()
     found = []
     for name, worker in told.items():
         heartbeat, pid, silent_s = worker["heartbeat"], pids.get(name), float(worker["silent_s"])

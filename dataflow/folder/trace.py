@@ -1,14 +1,19 @@
 """What every node did when, as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dataflow.folder.recent import BESIDE_WORK, WORK, RecentSpans
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.spans import Spans
 from dataflow.system.optional_files import read_text
 
 MOST_SPANS = 50_000
+LEAST_S = 0.001
+"""Shorter rests of a node are told nobody."""
 
 
 class Trace:
@@ -20,16 +25,55 @@ class Trace:
     def __init__(self, process: str) -> None:
         self._process = process
         self._spans = Spans(MOST_SPANS)
+        self.recent = RecentSpans(process)
+        """The last minute, with what nodes waited for and what their operators told by name."""
 
-    def add(self, node: str, begin_s: float, end_s: float) -> None:
-        """`node` was at work from begin to end, in seconds."""
-        self._spans.add(node, begin_s, end_s)
+    def add(self, node: str, what: str, begin_s: float, end_s: float) -> None:
+        """What `node` did from begin to end, in seconds: `WORK`, or why it rested."""
+        if what == WORK:
+            self._spans.add(node, begin_s, end_s)
+        if what == WORK or end_s - begin_s >= LEAST_S:
+            self.recent.add(node, what, begin_s, end_s)
+
+    @contextlib.contextmanager
+    def within(self, node: str, what: str) -> Iterator[None]:
+        """A stretch of a slice of work, by name."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.recent.add(node, what, began, time.monotonic())
 
     def write(self, folder: RunFolder) -> None:
         """Put the spans beside the process's log, for `merge`."""
+        self.recent.write(folder)
         path = folder.logs / f"{self._process}.trace"
         lines = (json.dumps([self._process, node, begin, end]) for node, begin, end in self._spans)
         folder.extras.write(path, "".join(f"{line}\n" for line in lines))
+
+
+class NodeSpans:
+    """Tells of the work of one node, and of its rests between."""
+
+    def __init__(self, node: str, tell: Callable[[str, str, float, float], None], now: float) -> None:
+        self._node, self._tell = node, tell
+        self._rests, self._rested = "waiting", now
+
+    def turned(self, began: float, ended: float, state: str, *, is_work: bool, beside: float) -> None:
+        """A turn of its loop is over, which was work or a part of the rest. state: how it rests until the
+        next. beside: the share of its own processes that are at work then."""
+        rests = BESIDE_WORK if beside else state
+        if is_work or rests != self._rests:
+            self.rest(began if is_work else ended)
+            self._rests = rests
+        if is_work:
+            self._tell(self._node, WORK, began, ended)
+            self._rested = ended
+
+    def rest(self, now: float) -> None:
+        """Tell of the rest so far."""
+        self._tell(self._node, self._rests, self._rested, now)
+        self._rested = now
 
 
 def merge(folder: RunFolder) -> None:

@@ -67,6 +67,13 @@ class Lengths:
         """Share of completions that are longer, for each."""
         return 1 - np.searchsorted(self.tokens, tokens, side="right") / len(self.tokens)
 
+    def tail(self, group: int) -> float:
+        """The longest of so many, in the mean, over the mean."""
+        ends = (self.tokens.searchsorted(self.tokens, side="right") / len(self.tokens)) ** group
+        weights = ends.copy()
+        weights[1:] -= ends[:-1]
+        return float((self.tokens * weights).sum() / weights.sum() / self.mean)
+
 
 @functools.lru_cache(maxsize=64)
 def _log_normal(mean: float, most: float, sigma: float, samples: int) -> Lengths:

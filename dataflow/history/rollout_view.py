@@ -20,11 +20,15 @@ from dataflow.folder.ledger import Fate, Ledger
 from dataflow.folder.retention import KNOB, not_kept
 from dataflow.folder.rollout_files import read_arrow
 from dataflow.folder.run_folder import RunFolder
+from dataflow.history.describe import described
 from dataflow.system.files import to_json
 
-_SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS}
+_SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS, records.OF_SOURCE}
 _COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red"))
 """By a token's log-probability: what it is at least, and its colour."""
+
+_MODEL = re.compile(r"Model\(source='([^']+)'")
+"""As a graph's description has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +110,22 @@ def chosen(row: Mapping[str, Any]) -> Iterator[tuple[int, float, int]]:
 
 
 def vocabulary_of(folder: RunFolder) -> "dict[int, str] | None":
-    """Texts of token ids, from the tokenizer in a checkpoint; None without one."""
-    for path in sorted((folder.path / "checkpoints").rglob("tokenizer.json"), reverse=True):
+    """Texts of token ids, from the tokenizer in a checkpoint, or in the folder that the generator's model came from;
+    None where neither is there."""
+    for path in _tokenizers(folder):
         from tokenizers import Tokenizer
 
         words = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
         return {number: word for word, number in words.items()}
     return None
+
+
+def _tokenizers(folder: RunFolder) -> Iterator[Path]:
+    yield from sorted((folder.path / "checkpoints").rglob("tokenizer.json"), reverse=True)
+    for node in described(folder)[0].get("nodes", []):
+        source = _MODEL.match(str(node.get("knobs", {}).get("model", "")))
+        if source is not None and (path := Path(source[1]) / "tokenizer.json").is_file():
+            yield path
 
 
 def _files(folder: RunFolder) -> Iterator[tuple[Path, str, int | None]]:
@@ -136,7 +149,9 @@ def _in_file(
     if not rows:
         return []
     known = {source: tuple(ledger.fates(source, rows[0][records.GROUP_ID])) for source in ledger.sources()}
-    if outcome:
+    if all(row.get(records.OF_SOURCE) for row in rows):
+        sources = [row[records.OF_SOURCE] for row in rows]
+    elif outcome:
         sources = [
             source for source, fates in known.items()
             if any((fate.outcome, fate.step) == (outcome, step) for fate in fates)
@@ -145,7 +160,7 @@ def _in_file(
         sources = [path.name.partition(".")[2].removesuffix(".arrows")]
     place = str(path.relative_to(folder.path))
     return [
-        FoundRollout(source=source, place=place, row=row, fates=known.get(source, ()))
+        FoundRollout(source=source, place=place, row=row, fates=tuple(ledger.fates(source, row[records.GROUP_ID])))
         for source, row in zip(sources, rows, strict=False)
     ]
 

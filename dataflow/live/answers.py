@@ -1,6 +1,7 @@
 """What stands at which address below the page's token."""
 
 import collections
+import json
 import math
 import threading
 import time
@@ -19,6 +20,7 @@ from dataflow.history.rollout_view import vocabulary_of
 from dataflow.live import one_rollout, picture
 from dataflow.live.edges import newest_of
 from dataflow.live.knobs import settable_now
+from dataflow.live.last_minute import has_minute, last_minute
 from dataflow.live.looks import Ask, Looks
 from dataflow.live.marks import Marks
 from dataflow.live.rollouts import RolloutFilter, Rollouts
@@ -34,9 +36,9 @@ MOST_POINTS, POINTS = 4_000, 600
 MOST_KEYS = 40
 PATIENCE_S = 10.0
 """For another question about the same run."""
-SHARED_S, MOST_SHARED = 0.5, 16
+SHARED_S, MOST_SHARED = 0.9, 16
 """For so long several pages get one answer to the same question; so many are kept."""
-TRACE_NAME = "trace.json"
+TRACE_NAME, MINUTE_NAME = "trace.json", "last-minute.json"
 
 
 class WatchedRun:
@@ -49,6 +51,7 @@ class WatchedRun:
         self._graph: tuple[Any, dict[str, Any]] | None = None
         self._table: tuple[tuple[str, int], pa.Table] | None = None
         self._vocabulary: tuple[Mapping[int, str] | None] | None = None
+        self._has_minute = False
 
     @property
     def graph(self) -> dict[str, Any]:
@@ -62,6 +65,12 @@ class WatchedRun:
                 picture.name_edges(shape, graph)
             self._graph = stamp, _plain_graph(graph, config) | {"picture": shape}
         return self._graph[1]
+
+    @property
+    def has_minute(self) -> bool:
+        """Whether there is a trace of its last minute; once there is, there always is."""
+        self._has_minute = self._has_minute or has_minute(self.folder)
+        return self._has_minute
 
     def table(self, kind: str, node: str, step: int) -> pa.Table:
         """A file of rollouts; the last one is kept."""
@@ -116,6 +125,8 @@ class PageAnswers:
             return _json({"runs": runs, "steers": self._steering is not None})
         if path == "trace":
             run = self._run(question)
+            if question.text("part") == "minute":
+                return Response(body=self._minute(run).encode(), file_name=MINUTE_NAME)
             if not run.folder.trace.is_file():
                 raise LookupError("this run has no trace yet; it is written when the run ends")
             return Response(body=run.folder.trace, file_name=TRACE_NAME)
@@ -128,6 +139,11 @@ class PageAnswers:
             finally:
                 run.lock.release()
         return _file(path or "index.html")
+
+    def _minute(self, run: WatchedRun) -> str:
+        with run.lock:
+            run.marks.look((), ())
+        return last_minute(run.folder, run.marks.within)
 
     def _shared(self, address: str, make: Callable[[], Response]) -> Response:
         """An answer that another page has just had, or a new one."""
@@ -193,7 +209,7 @@ def _now(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
     newest = {node: newest_of(line) for node, line in run.metrics.newest.items()}
     return run.looks.look() | {
         "read": round(read, 3), "changes": run.metrics.changes, "newest": newest,
-        "has_trace": run.folder.trace.is_file(),
+        "has_trace": run.folder.trace.is_file(), "has_minute": run.has_minute,
     }  # fmt: skip
 
 
@@ -263,4 +279,8 @@ def _file(name: str) -> Response:
 
 
 def _json(value: Any) -> Response:
-    return Response(body=to_json(value).encode("utf-8", "replace"))
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)  # long lists of numbers are looked through once
+    except (TypeError, ValueError):
+        text = to_json(value)
+    return Response(body=text.encode("utf-8", "replace"))

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.folder.epochs import read_epochs
 from dataflow.folder.faults import FILE, describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.request_log import read_requests
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
@@ -44,11 +44,19 @@ class Marks:
             lines = [line for _, line in stream_lines(path, start)][-MOST:]
             self._found = {
                 "faults": [{"step": self._step_at(line.get("at")), **_fault(line)} for line in lines],
-                "swaps": [{"step": each.step, "text": str(each)} for each in read_epochs(self.folder)[-MOST:]],
+                "swaps": [{"step": each.step, "text": str(each)} for each in read_live_changes(self.folder)[-MOST:]],
                 "requests": [_request(line) for line in read_requests(self.folder.path)[-MOST:]],
             }
             self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))
         return {**self._found, "restarts": list(restarts)[-MOST:], "rounds": list(rounds)[-MOST:]}
+
+    def within(self, begin: float, end: float) -> list[tuple[float, str]]:
+        """What was marked between two times, in seconds since 1970, and the steps made then; as of the last look."""
+        first, last = (bisect.bisect_left(self._times, (at, 0)) for at in (begin, end))
+        steps = [(at, f"step {step}") for at, step in self._times[first:last]]
+        told = [(each["at"], each["text"]) for each in self._found.get("faults", ())]
+        told += [(each["at"], each["request"]) for each in self._found.get("requests", ())]
+        return sorted(steps + [(at, text) for at, text in told if at is not None and begin <= at < end])
 
     def _look_at_times(self) -> None:
         """When steps were made: those that are new, of the trainer that leads."""

@@ -64,6 +64,7 @@ class InlineRun:
             self._pass_on(self.state.hear(node, runtime.status()))
             if self.host.loops[node].ended:
                 self._pass_on(self.state.ended(node))
+        self.host.keep_trace()
         return moved
 
     def snapshot(self) -> dict[str, Any]:

@@ -162,29 +162,51 @@ class _Questions:
         self, call: Call, source: Source, chunk: int, index: int, settings: PoolSettings
     ) -> tuple[Any, str | None]:
         """As `_awaited`, of a call that asks."""
-        loop, limit, asked = asyncio.get_running_loop(), asyncio.timeout(settings.timeout_s), 0
-
-        async def ask(body: bytes) -> bytes:
-            nonlocal asked
-            key = chunk, index, asked
-            asked += 1
-            future: asyncio.Future[bytes] = loop.create_future()
-            self._open[key] = future
-            source[0] = -1
-            limit.reschedule(None)
-            try:
-                self._post(CallAsks(*key), body)
-                return await future
-            finally:
-                del self._open[key]
-                _enter(source, chunk, index, time.monotonic_ns())
-                limit.reschedule(loop.time() + settings.timeout_s)
-
+        limit = asyncio.timeout(settings.timeout_s)
+        ask = _Asking(self._post, self._open, limit, source, (chunk, index), settings.timeout_s)
         try:
             async with limit:
                 return await _Stepped(call(index, ask), source), None
         except BaseException as error:
             return None, settings.late if limit.expired() else settings.describe(error)
+
+
+class _Asking:
+    """What one call has of its owner: `calls.Ask`."""
+
+    def __init__(
+        self, post: Callable[[CallAsks, bytes], None], open: dict[tuple[int, int, int], asyncio.Future[bytes]],
+        limit: asyncio.Timeout, source: Source, call: tuple[int, int], timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._post, self._open, self._limit, self._source = post, open, limit, source
+        self._call, self._timeout_s, self._asked, self._resting = call, timeout_s, 0, 0
+
+    async def __call__(self, body: bytes) -> bytes:
+        """As `Ask`."""
+        key = *self._call, self._asked
+        self._asked += 1
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._open[key] = future
+        with self.rest():
+            try:
+                self._post(CallAsks(*key), body)
+                return await future
+            finally:
+                del self._open[key]
+
+    @contextlib.contextmanager
+    def rest(self) -> Iterator[None]:
+        """As `Ask.rest`."""
+        self._resting += 1
+        self._source[0] = -1
+        self._limit.reschedule(None)
+        try:
+            yield
+        finally:
+            self._resting -= 1
+            if not self._resting:
+                _enter(self._source, *self._call, time.monotonic_ns())
+                self._limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
 
 
 class _Stepped:

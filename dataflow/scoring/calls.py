@@ -1,17 +1,26 @@
 """What a pool and its processes say to each other. What calls are made with, and what they gave, are the bodies of
 messages, which the pool does not look into."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from dataflow.scoring.failure import HUNG
 from dataflow.system.messages import Codec
 
 Call = Callable[..., Any]
 """Makes a call by its number; where calls ask (`PoolSettings.asks`), by its number and an `Ask`."""
-Ask = Callable[[bytes], Awaitable[bytes]]
-"""Asks the owner of the pool something, and waits for what it says."""
+
+
+class Ask(Protocol):
+    """What a call has of the owner of its pool."""
+
+    async def __call__(self, body: bytes) -> bytes:
+        """Ask it something, and wait for what it says; the clock of the call stands still meanwhile."""
+
+    def rest(self) -> AbstractContextManager[None]:
+        """The clock stands still while the call waits for others: for a session that these hold."""
 
 
 @dataclass(frozen=True)

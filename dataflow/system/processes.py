@@ -1,5 +1,6 @@
 """What the operating system says of the processes of a run."""
 
+import collections
 import contextlib
 import os
 import signal
@@ -17,6 +18,7 @@ _LETTERS = {
     psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_ZOMBIE: "Z", psutil.STATUS_DEAD: "Z",
 }  # fmt: skip
 _DUMP_S = 1.0
+_STAT = Path("/proc/self/stat")
 _BOOT, _NUMBERS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
@@ -42,11 +44,12 @@ def machine() -> str:
 def look(pids: Iterable[int], during_s: float) -> dict[int, Process]:
     """Every process as it is, its CPU measured over so many seconds; 0: no figure of CPU."""
     wanted = list(pids)
+    if not during_s:
+        return {pid: _look(pid, None, 0.0) for pid in wanted}
     before, began = {pid: cpu_s(pid) for pid in wanted}, time.monotonic()
-    if during_s:
-        time.sleep(during_s)
+    time.sleep(during_s)
     passed = time.monotonic() - began
-    return {pid: _look(pid, before[pid], passed if during_s else 0.0) for pid in wanted}
+    return {pid: _look(pid, before[pid], passed) for pid in wanted}
 
 
 def below(pid: int) -> list[int]:
@@ -54,6 +57,23 @@ def below(pid: int) -> list[int]:
     with contextlib.suppress(psutil.Error):
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     return []
+
+
+def below_each(pids: Iterable[int]) -> dict[int, list[int]]:
+    """The same of each of several processes, in one look at all that there are."""
+    if not _STAT.exists():
+        return {pid: below(pid) for pid in pids}
+    children: dict[int, list[int]] = collections.defaultdict(list)
+    for name in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208, a path for each takes four times as long
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+            fields = file.read().rpartition(b")")[2].split()  # behind a name that may hold anything
+            children[int(fields[1])].append(int(name))
+    found: dict[int, list[int]] = {}
+    for pid in pids:
+        found[pid] = list(children[pid])
+        for child in found[pid]:  # which grows
+            found[pid] += children[child]
+    return found
 
 
 def using(folder: Path) -> list[tuple[int, str]]:
@@ -89,7 +109,7 @@ def _look(pid: int, before: float | None, passed: float) -> Process:
         with process.oneshot():
             state = _LETTERS.get(process.status(), "S")
             rss = process.memory_info().rss
-        after = cpu_s(pid)
+        after = cpu_s(pid) if passed else None
     except psutil.Error:
         return Process(pid=pid)
     cpu = (after - before) / passed if passed and after is not None and before is not None else None

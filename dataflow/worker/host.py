@@ -149,7 +149,7 @@ class NodeLoops:
         if self.folder is not None and self.ledger is not None:
             self.folder = dataclasses.replace(self.folder, placing=self.ledger.placing)
         self._changed = ChangedGraph(
-            declared=graph, plan=plan, changes=knob_changes.known(self.ledger, settings.changes)
+            declared=graph, plan=plan, changes=knob_changes.known(self.ledger, settings.changes), swaps=settings.swaps,
         )  # fmt: skip
         self.graph = self._changed.now()
         """With the knobs in force."""
@@ -201,12 +201,11 @@ class NodeLoops:
             asks = {edge.name for edge in came if edge.plane == "turns" and edge.source == name}
             ends = [(e.source, e.producer, inlets[e.name]) for e in came if e.name not in asks]
             answers = [(e.source, e.producer, inlets[e.name]) for e in came if e.name in asks]
-            span = self._trace.add
             self.loops[name] = NodeLoop(
                 name, self.runtimes[name], ends, dict(sources), most_rows=most_rows,
                 most_bytes=self.plan.message_bytes, marks=self._marks(name, sources),
                 finished=self._finished(name, sources), settled=self._settled(name, {source for source, _, _ in ends}),
-                answers=answers, span=span, turns=self._taking_turns.get(name),
+                answers=answers, span=self._trace.add, turns=self._taking_turns.get(name),
             )  # fmt: skip
 
     def record_swaps(self) -> None:
@@ -218,7 +217,7 @@ class NodeLoops:
         """Put down from which step on changed knobs count here, before anything is done with them."""
         fresh = [
             dataclasses.replace(each, step=each.asked + 1)
-            for each in self._changed.changes if not each.step and each.node in self.nodes and not counts_itself(each)
+            for each in self._changed.in_place if not each.step and each.node in self.nodes and not counts_itself(each)
         ]  # fmt: skip
         knob_changes.record(self.ledger, fresh)
 
@@ -260,14 +259,19 @@ class NodeLoops:
         self._enter("")
         return moved
 
+    def keep_trace(self) -> None:
+        """Put down what the nodes did of late, where it is time."""
+        if self.folder is not None and self._trace.recent.is_due:
+            for loop in self.loops.values():
+                loop.spans.rest(time.monotonic())
+            self._trace.recent.write(self.folder)
+
     def report(self) -> dict[str, Any]:
         """What each node says of itself and how it spent its time: plain values for the beat."""
         return {
-            node: {
-                "status": self.runtimes[node].status(), **loop.report(), "pending": self.runtimes[node].pending(),
-            }
+            node: {"status": self.runtimes[node].status(), **loop.report(), "pending": self.runtimes[node].pending()}
             for node, loop in self.loops.items()
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """Close the runtimes and the ledger, each also where one before it fails."""
@@ -287,32 +291,28 @@ class NodeLoops:
 
     def _turns(self, name: str) -> Turns | None:
         """Its hand in the turns on devices that it shares."""
-        group = self.plan.turns_of(name)
-        if not group:
+        if not (group := self.plan.turns_of(name)):
             return None
-        folder = self.settings.sockets
-        if not folder:
+        if not (folder := self.settings.sockets):
             self._private = self._private or tempfile.TemporaryDirectory(prefix="dataflow-turns-")
             folder = self._private.name
         return Turns(Path(folder) / f"turns-{self.plan.turns.index(group)}", group, name)
 
     def _aside(self, name: str) -> Path | None:
-        if not self.plan.turns_of(name):
-            return None
-        return Path(tempfile.gettempdir()) if self.folder is None else self.folder.path
+        place = Path(tempfile.gettempdir()) if self.folder is None else self.folder.path
+        return place if self.plan.turns_of(name) else None
 
     def _finished(self, name: str, sources: Iterable[str]) -> dict[str, Finished]:
         """Where a generator keeps what it has finished of the sources that are trained."""
         if self.folder is None or self.ledger is None or not isinstance(self.graph.operators[name], Generate):
             return {}
-        kept: dict[str, Finished] = {}
-        for source in sources:
-            if any(sink.trains for sink in sinks_of(self.graph, source)):
-                kept[source] = Finished(
-                    self.folder.finished(name), source, replica=self.settings.replica, attempt=self.settings.attempt,
-                    waited_for=partial(in_flight, self.ledger, source, self.folder),
-                )  # fmt: skip
-        return kept
+        return {
+            source: Finished(
+                self.folder.finished(name), source, replica=self.settings.replica, attempt=self.settings.attempt,
+                waited_for=partial(in_flight, self.ledger, source, self.folder),
+            )
+            for source in sources if any(sink.trains for sink in sinks_of(self.graph, source))
+        }  # fmt: skip
 
     def _settled(self, name: str, sources: Iterable[str]) -> Callable[[str, list[int]], Collection[int]] | None:
         """For a node that was started again: what comes to it once more may have been trained meanwhile."""
@@ -346,6 +346,7 @@ class NodeLoops:
             clock=self._clock,
             spent=lambda: self.loops[name].spent()["seconds"] if name in self.loops else {},
             log=node_log(name),
+            span=partial(self._trace.within, name),
             writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
             refreshers={each: self._writer_of(name, each) for each in refreshes_of(self.graph, name)},
             reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,

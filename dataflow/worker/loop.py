@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
+from dataflow.folder.trace import NodeSpans
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.records import GROUP_ID, group_slices
 from dataflow.runtime import Batch, Runtime
@@ -64,7 +65,7 @@ class NodeLoop:
         finished: Mapping[str, Finished] | None = None,
         settled: Callable[[str, list[int]], Collection[int]] | None = None,
         answers: Sequence[tuple[str, str, Inlet]] = (),
-        span: Callable[[str, float, float], None] = lambda node, begin_s, end_s: None,
+        span: Callable[[str, str, float, float], None] = lambda node, what, begin_s, end_s: None,
         turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,8 +73,8 @@ class NodeLoop:
         marks: by source, what writes down in the ledger how far groups are that leave; finished: by source, where what
         leaves is kept until it has an outcome, and found instead of being made again; settled: which of some groups
         have an outcome already, though their sender has not heard of it; answers: inlets of what the runtime asked
-        for itself, which is its own as soon as it has come; span: is told of every slice of work; turns:
-        on devices that it shares.
+        for itself, which is its own as soon as it has come; span: is told of every slice of work, and of
+        every stretch between two, by the state of the node; turns: on devices that it shares.
         """
         self.node, self.runtime = node, runtime
         self.paused = False
@@ -85,9 +86,10 @@ class NodeLoop:
             *(o for each in outlets.values() for o in each),
         ]
         self._most_rows, self._most_bytes = most_rows or {}, most_bytes
-        self._marks, self._span, self._clock = marks or {}, span, clock
+        self._marks, self._clock = marks or {}, clock
         self._began = clock()
         self._time = StateClock(self._began)
+        self.spans = NodeSpans(node, span, self._began)
         self.turns = turns
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Acked]] = collections.deque()
         self._finished = finished or {}
@@ -122,10 +124,10 @@ class NodeLoop:
         began = self._clock()
         self._time.begin(began)
         moved = self._turn()
-        ended = self._clock()
-        if moved:
-            self._span(self.node, began, ended)
-        self._time.end(ended, self._state(), is_work=moved, beside=0.0 if self._outbox else self.runtime.beside())
+        ended, state = self._clock(), self._state()
+        beside = 0.0 if self._outbox else self.runtime.beside()
+        self._time.end(ended, state, is_work=moved, beside=beside)
+        self.spans.turned(began, ended, state, is_work=moved, beside=beside)
         return moved
 
     def _state(self) -> State:

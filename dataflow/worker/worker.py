@@ -201,6 +201,7 @@ class Worker:
         now = time.monotonic()
         if force or now - self._refreshed > 0.1:
             self._refreshed = now
+            self._host.keep_trace()
             self._report = {node: messages.NodeReport(**report) for node, report in self._host.report().items()}
             self._depths, self._crossed = self._ports.depths(), self.crossed
             self._changed = self._host.changed

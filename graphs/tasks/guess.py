@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 DIGITS = "0123456789abcdef"
 """Of the numbers from 0 to 15."""
@@ -17,20 +18,35 @@ MAX_TOKENS = 2
 """Of a turn: a digit and the end token."""
 
 END = "<eos>"
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + END + "{% endif %}{% endfor %}"
+"""A game's messages, laid out as the games of the warm start are."""
+
 HELD_OUT_SHARE = 8
 """One tag in so many is held out of training."""
 
 
-def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str | int]]:
-    """Yield `count` games {"prompt", "secret"}. The prompt is a tag of three letters that says nothing of the secret;
-    no held-out tag is ever trained on."""
+def rows(
+    count: int, *, seed: int, held_out: bool = False, numbers: int = len(DIGITS)
+) -> Iterator[dict[str, str | int]]:
+    """Yield `count` games {"prompt", "secret"}. The prompt is a tag of three letters that says nothing of the secret,
+    which is below `numbers`; no held-out tag is ever trained on."""
     draw = random.Random(f"guess-{seed}-{held_out}")
     made = 0
     while made < count:
         tag = "".join(draw.choices(LETTERS, k=3))
         if (zlib.crc32(tag.encode()) % HELD_OUT_SHARE == 0) == held_out:
-            yield {"prompt": tag + "?", "secret": draw.randrange(len(DIGITS))}
+            yield {"prompt": tag + "?", "secret": draw.randrange(numbers)}
             made += 1
+
+
+def games(count: int, numbers: int, turns: int, *, seed: int, held_out: bool = False) -> list[dict[str, str | int]]:
+    """Games with what a program that plays them has to know: {"prompt", "secret", "turns"}."""
+    return [{**row, "turns": turns} for row in rows(count, seed=seed, held_out=held_out, numbers=numbers)]
+
+
+def lay_out_chats(folder: Path) -> None:
+    """Give a policy a chat template."""
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 def judge(said: str, secret: int) -> str:
@@ -39,16 +55,18 @@ def judge(said: str, secret: int) -> str:
     return "?" if number < 0 else "=" if number == secret else "+" if secret > number else "-"
 
 
-def examples(count: int, *, seed: int, care: float = 0.7) -> Iterator[tuple[str, str]]:
+def examples(
+    count: int, *, seed: int, care: float = 0.7, numbers: int = len(DIGITS), turns: int = TURNS
+) -> Iterator[tuple[str, str]]:
     """Yield turns of games by a careless player, for a warm start: the conversation so far, and the next guess. Only a
     share `care` of the guesses is surely one that what was heard leaves open."""
     draw = random.Random(f"guess-examples-{seed}")
     made = 0
     while True:
-        for game in rows(1000, seed=draw.randrange(1 << 30)):
-            talk, low, high = str(game["prompt"]), 0, len(DIGITS) - 1
-            for _ in range(TURNS):
-                number = draw.randint(low, high) if draw.random() < care else draw.randrange(len(DIGITS))
+        for game in rows(1000, seed=draw.randrange(1 << 30), numbers=numbers):
+            talk, low, high = str(game["prompt"]), 0, numbers - 1
+            for _ in range(turns):
+                number = draw.randint(low, high) if draw.random() < care else draw.randrange(numbers)
                 yield talk, DIGITS[number]
                 made += 1
                 heard = judge(DIGITS[number], int(game["secret"]))

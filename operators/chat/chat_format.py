@@ -121,6 +121,10 @@ class ChatFormat:
         """Text of tokens, special tokens too."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def spoken(self, ids: Sequence[int]) -> str:
+        """Text of a turn without the token that ends it; other special tokens stand in it, as calls begin with some."""
+        return self.decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
+
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -137,7 +137,7 @@ def _object(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def _between(
+def between(
     begin: str, end: str, read: Callable[[str, Mapping[str, Any]], tuple[str, str, str | None]]
 ) -> Callable[[str, Mapping[str, Any]], Iterator[WrittenCall | BrokenCall]]:
     """Calls that each stand between two marks; the last one's end may be missing where it is whole."""
@@ -204,7 +204,7 @@ def _deepseek(inside: str, _: Mapping[str, Any]) -> tuple[str, str, str | None]:
 def _deepseek_calls(text: str, parameters: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
     """Calls, the marks around all of them taken with the first and the last."""
     all_begin, all_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    for found in _between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek)(text, parameters):
+    for found in between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek)(text, parameters):
         if isinstance(found, WrittenCall):
             before, behind = text[: found.begin], text[found.end :]
             begin = found.begin - (len(all_begin) if before.endswith(all_begin) else 0)
@@ -264,8 +264,8 @@ def _llama(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall
 FORMATS = {
     each.name: each
     for each in (
-        CallFormat("hermes", ("<tool_call>",), _between("<tool_call>", "</tool_call>", _hermes)),
-        CallFormat("xml", ("<tool_call>",), _between("<tool_call>", "</tool_call>", _xml)),
+        CallFormat("hermes", ("<tool_call>",), between("<tool_call>", "</tool_call>", _hermes)),
+        CallFormat("xml", ("<tool_call>",), between("<tool_call>", "</tool_call>", _xml)),
         CallFormat("llama", ("{", "<|python_tag|>"), _llama, is_whole=True),
         CallFormat("mistral", ("[TOOL_CALLS]",), _mistral),
         CallFormat("mistral-named", ("[TOOL_CALLS]",), _mistral_named),

@@ -10,7 +10,10 @@ from typing import Any, Protocol
 
 from dataflow.errors import OperatorError
 from dataflow.scoring.calls import Ask
+from operators.episodes.heard import Heard, text_of
+from operators.episodes.reply import Reply
 from operators.episodes.talks import FIRST, TalkOrigin
+from operators.tools.hands import ToolHands
 
 HEARD_CHARACTERS = 1 << 20
 """Most that the world may say between two turns of the policy: more than any context holds."""
@@ -29,8 +32,9 @@ class Chat(Protocol):
     def turns(self) -> int:
         """Turns that the policy has had."""
 
-    async def say(self, *, max_tokens: int | None = None) -> str:
-        """The policy's turn: what it says, without its end token. It is sampled, recorded and trained.
+    async def say(self, *, max_tokens: int | None = None) -> Reply:
+        """The policy's turn: what it says, without its end token. It is sampled, recorded and trained. Where the
+        episode has tools, `tool_calls` of it are the calls that stand in it.
 
         max_tokens: most tokens of this turn; None: as many as the generator allows. Raises EpisodeOver when the policy
         has none left."""
@@ -38,8 +42,24 @@ class Chat(Protocol):
     def hear(self, text: str) -> None:
         """The world's turn: it stands in the context of what the policy says next, and is not trained."""
 
+    async def call(self, reply: Reply) -> list[str]:
+        """Make the calls of a turn, one after the other, and let the policy hear what they came to; that is returned.
+
+        What a tool raises is told to the policy, and so is why a call was none. Raises WorldFailed where a tool has
+        died: the rollout is an error then, whatever becomes of the function."""
+
+    async def use_tools(self) -> Reply:
+        """Turns and calls, until the policy says something in which no call stands; that is returned. Raises
+        EpisodeOver where it has no turn left before."""
+
+    async def session(self, toolset: Any) -> Any:
+        """The session of this rollout with one of the episode's toolsets: of a Sandbox, to put files into it."""
+
     def reward(self, value: float) -> None:
         """What the policy's last turn was worth: `turn_reward` at its last token. Several add up."""
+
+    def cut_off(self) -> None:
+        """The world ends before its time: the finish reason is "length", as where the policy's turns are used up."""
 
     def keep_last(self, turns: int) -> None:
         """Leave out what was said before the policy's last turns, so many of them, but for what the conversation began
@@ -63,7 +83,7 @@ class Chat(Protocol):
 class TurnQuestion:
     """What an episode sends along when it asks for a turn."""
 
-    heard: Sequence[str]
+    heard: Sequence[Heard]
     """What the world has said since the turn before."""
     most: int | None
     rewards: Sequence[Sequence[float]]
@@ -95,7 +115,7 @@ class TurnQuestion:
 class Outcome:
     """How an episode's function ended that did not fail."""
 
-    heard: Sequence[Sequence[str]]
+    heard: Sequence[Sequence[Heard]]
     """What the world said after the last turn, by conversation."""
     rewards: Sequence[Sequence[float]]
     """Of each turn, by conversation."""
@@ -133,9 +153,13 @@ class Chats:
     ask: Ask
     has_messages: bool = False
     """Whether the generator takes messages."""
+    hands: ToolHands | None = None
+    """What they have of the episode's tools."""
     chats: list[AskedChat] = field(default_factory=list)
     is_over: bool = False
     """Whether the last turn that was asked for was one that the policy did not have."""
+    is_cut_off: bool = False
+    """Whether the world was."""
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -167,7 +191,8 @@ class Chats:
     def outcome(self, returned: Any) -> Outcome:
         """How the function ended."""
         heard = [chat.heard for chat in self.chats]
-        return Outcome(heard=heard, rewards=self.rewards, is_over=self.is_over, returned=returned)
+        is_over = self.is_over or self.is_cut_off
+        return Outcome(heard=heard, rewards=self.rewards, is_over=is_over, returned=returned)
 
 
 @dataclass
@@ -177,18 +202,20 @@ class AskedChat:
     among: Chats
     number: int
     origin: TalkOrigin
-    heard: list[str] = field(default_factory=list)
+    heard: list[Heard] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     rewritten: str | None = None
     standing: int = 0
     """Turns that stand in the past as they were said."""
+    called: int = 0
+    """Calls of tools that were read so far."""
 
     @property
     def turns(self) -> int:
         """As `Chat.turns`."""
         return self.origin.at + len(self.rewards)
 
-    async def say(self, *, max_tokens: int | None = None) -> str:
+    async def say(self, *, max_tokens: int | None = None) -> Reply:
         """As `Chat.say`."""
         if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens < 1):
             raise OperatorError(
@@ -197,15 +224,49 @@ class AskedChat:
         said = await self.among.say(self, max_tokens)
         if said is None:
             raise EpisodeOver("the policy has no turn left")
-        return said
+        hands = self.among.hands
+        if hands is None:
+            return Reply(said)
+        read = hands.read(said, self.called)
+        self.called += len(read.message.get("tool_calls") or ())
+        return Reply(said, read)
+
+    async def call(self, reply: Reply) -> list[str]:
+        """As `Chat.call`."""
+        hands = self._tools()
+        results = await hands.results(reply.tool_calls)
+        told = [(call, result) for call, result in zip(reply.tool_calls, results, strict=True)]
+        for call, result in [*told, *((None, f"error: {reason}") for reason in reply.broken)]:
+            self._hear(hands.answer(call, result))
+        return results
+
+    async def use_tools(self) -> Reply:
+        """As `Chat.use_tools`."""
+        while True:
+            reply = await self.say()
+            if not reply.tool_calls and not reply.broken:
+                return reply
+            await self.call(reply)
+
+    async def session(self, toolset: Any) -> Any:
+        """As `Chat.session`."""
+        return await self._tools().session(toolset)
+
+    def _tools(self) -> ToolHands:
+        if self.among.hands is None:
+            raise OperatorError("the episode has no tools, but one is to be called; write @episode(tools=[...])")
+        return self.among.hands
 
     def hear(self, text: str) -> None:
         """As `Chat.hear`."""
         if not isinstance(text, str):
             raise OperatorError(f"chat.hear takes text, but got {type(text).__name__} {text!r:.60}; give it str(...)")
-        _bounded(sum(map(len, self.heard)) + len(text))
-        if text:
-            self.heard.append(text)
+        self._hear(text)
+
+    def _hear(self, heard: Heard) -> None:
+        _bounded(len(text_of([*self.heard, heard])))
+        if heard:
+            self.heard.append(heard)
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
         """As `Chat.agent`."""
@@ -219,7 +280,9 @@ class AskedChat:
         if self.rewards or here.branch_of < 0:
             here = replace(here, branch_of=self.number, at=self.turns)
         return [
-            self.among.begin(here, heard=[*self.heard], rewritten=self.rewritten, standing=self.standing)
+            self.among.begin(
+                here, heard=[*self.heard], rewritten=self.rewritten, standing=self.standing, called=self.called
+            )
             for _ in range(tries)
         ]
 
@@ -240,6 +303,10 @@ class AskedChat:
         if not self.rewards:
             raise OperatorError(f"chat.reward({value!r}) comes before the policy said anything; call chat.say first")
         self.rewards[-1] += float(value)
+
+    def cut_off(self) -> None:
+        """As `Chat.cut_off`."""
+        self.among.is_cut_off = True
 
     def _history(self, history: str | Iterable[Mapping[str, Any]]) -> str:
         """As `rewriting` has it. OperatorError where no conversation can begin so."""

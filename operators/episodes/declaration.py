@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, overload
 
 from dataflow.errors import GraphError
@@ -13,11 +14,12 @@ from dataflow.node import Generate, Operator
 from dataflow.runtime import Context, Runtime
 from dataflow.stream import Rollout, Stream
 from operators.chat.conversation import Past
-from operators.episodes.knobs import EpisodeKnobs
+from operators.chat.text_calls import TextCalls
+from operators.episodes.knobs import FunctionKnobs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Episode(EpisodeKnobs):
+class Episode(FunctionKnobs):
     """A function as an operator: applied to a generator and a stream of prompts it makes rollouts, turn by turn."""
 
     def __call__(self, *args: Any, **knobs: Any) -> Any:
@@ -34,19 +36,7 @@ class Episode(EpisodeKnobs):
 
     def asking(self, generator: Operator) -> Episode:
         """The same episode with the turns of this generator."""
-        if not isinstance(generator, Generate) or not generator.answers_turns:
-            raise GraphError(
-                f"'{self.name}' ({self.where}) asks a generator for the policy's turns, but got "
-                f"{type(generator).__name__}(name='{generator.name}'); give it Generator(...)"
-            )
-        engine = getattr(generator, "engine", "native")
-        if engine != "native":
-            raise GraphError(
-                f"'{self.name}' ({self.where}) takes turns with '{generator.name}', which runs on "
-                f"{engine}, but turns are answered by this project's own engine alone; use "
-                f'engine="native"'
-            )
-        return dataclasses.replace(self, generator=generator)
+        return dataclasses.replace(self, generator=self.answering(generator))
 
     def configured(self, **knobs: Any) -> Episode:
         """The same episode with other knobs of its function; GraphError for one that the function does not have."""
@@ -68,8 +58,9 @@ class Episode(EpisodeKnobs):
     def build(self, context: Context) -> Runtime:
         """Load the tokenizer and start the processes. Raises ModelError when there is no tokenizer."""
         from operators.episodes.runtime import EpisodesRuntime
+        from operators.episodes.worlds import worlds_of
 
-        return EpisodesRuntime(self, context)
+        return EpisodesRuntime(self, context, partial(worlds_of, self))
 
 
 @overload
@@ -88,6 +79,10 @@ def episode(
     concurrency: int = 512,
     processes: int = 1,
     isolate: bool = True,
+    tools: Sequence[Any] = (),
+    calls: TextCalls | None = None,
+    call_s: float = 10.0,
+    call_characters: int = 8192,
     past: Past = "sampled",
 ) -> Callable[[Callable[..., Any]], Episode]: ...
 

@@ -16,6 +16,7 @@ import xxhash
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN, TrainingRow
+from operators.episodes.heard import Heard, text_of
 
 _SIGN = (1 << 63) - 1
 
@@ -24,7 +25,7 @@ _SIGN = (1 << 63) - 1
 class SaidTurn:
     """One turn of the policy, and what the world said before it."""
 
-    heard: tuple[str, ...]
+    heard: tuple[Heard, ...]
     most: int | None
     """As it was asked for."""
     rewritten: str | None = None
@@ -40,7 +41,7 @@ class SaidTurn:
     temperature: float | None = None
     """At which it was sampled."""
 
-    def follows(self, heard: Sequence[str], most: int | None, rewritten: str | None = None) -> bool:
+    def follows(self, heard: Sequence[Heard], most: int | None, rewritten: str | None = None) -> bool:
         """Whether it was drawn after this."""
         return (self.heard, self.most, self.rewritten) == (tuple(heard), most, rewritten)
 
@@ -57,6 +58,8 @@ class TurnRequest:
     most: int
     temperature: float | None
     """At which the turns before were sampled, and this one is to be, whatever the generator's is now."""
+    stop: tuple[str, ...] = ()
+    """Strings at which it ends; none: the generator's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +70,14 @@ class WaitingTurn:
     """Which of the policy's turns it is."""
     request: int
     """`TurnRequest.number`."""
-    heard: tuple[str, ...]
+    heard: tuple[Heard, ...]
     most: int | None
     rewritten: str | None
     begins: bool
     given: AnyArray
 
 
-Context = Callable[[AnyArray, Sequence[SaidTurn], Sequence[str], str | None], AnyArray]
+Context = Callable[[AnyArray, Sequence[SaidTurn], Sequence[Heard], str | None], AnyArray]
 """Tokens of all that the policy sees, from the prompt, the turns so far, what was heard behind them and how the past
 was rewritten before that: `Words.context`."""
 
@@ -101,7 +104,7 @@ class Dialogue:
     """The request that found no room in the context."""
 
     def ask(
-        self, number: int, heard: Sequence[str], most: int | None, rewritten: str | None = None
+        self, number: int, heard: Sequence[Heard], most: int | None, rewritten: str | None = None
     ) -> TurnRequest | str | None:
         """The function asks for its turn `number`: what is to be drawn, what was said there before, or None where the
         policy has no turn left."""
@@ -166,9 +169,9 @@ class Dialogue:
         rows = [TrainingRow.of(parts) for parts in found]
         return [row for row in rows if (row.turns != NO_TURN).any()]
 
-    def text(self, last: Sequence[str] = ()) -> str:
+    def text(self, last: Sequence[Heard] = ()) -> str:
         """What was said and heard in its own turns, in their order. last: heard after the last turn."""
-        return "".join([*("".join(turn.heard) + turn.text for turn in self.own), *last])
+        return "".join([*(text_of(turn.heard) + turn.text for turn in self.own), text_of(last)])
 
 
 def row_ids(prompt: AnyArray, turns: Sequence[SaidTurn]) -> AnyArray:

@@ -38,6 +38,7 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.worker.host import in_flight
 from operators.episodes.dialogue import SaidTurn
+from operators.episodes.heard import read, written
 from operators.episodes.talks import KeptTalk
 
 SCHEMA = pa.schema(
@@ -48,7 +49,7 @@ SCHEMA = pa.schema(
         (TURN, pa.int32()),
         ("origin", pa.string()),
         ("mark", pa.int64()),  # of the prompt's tokens and the seed
-        ("heard", pa.list_(pa.string())),
+        ("heard", pa.list_(pa.string())),  # each as JSON
         ("rewritten", pa.string()),
         ("begins", pa.bool_()),
         (MOST_TOKENS, pa.int32()),
@@ -128,7 +129,7 @@ def _batch(turns: Sequence[KeptTurn]) -> pa.RecordBatch:
         TURN: pa.array([kept.said.number for kept in turns], pa.int32()),
         "origin": pa.array([kept.said.origin for kept in turns], pa.string()),
         "mark": pa.array([kept.mark for kept in turns], pa.int64()),
-        "heard": pa.array([list(turn.heard) for turn in said], pa.list_(pa.string())),
+        "heard": pa.array([written(turn.heard) for turn in said], pa.list_(pa.string())),
         "rewritten": pa.array([turn.rewritten for turn in said], pa.string()),
         "begins": pa.array([turn.begins for turn in said], pa.bool_()),
         MOST_TOKENS: pa.array([turn.most for turn in said], pa.int32()),
@@ -158,7 +159,7 @@ def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
     for row, (tokens, *values) in enumerate(zip(drawn_tokens(rows), *columns, strict=True)):
         group, position, conversation, number, origin, mark, heard, rewritten, begins, most, text, reason, *_ = values
         turn = SaidTurn(
-            heard=tuple(heard), most=most, rewritten=rewritten, begins=begins, given=given[row].values.to_numpy(),
+            heard=read(heard), most=most, rewritten=rewritten, begins=begins, given=given[row].values.to_numpy(),
             tokens=tokens, text=text, finish_reason=reason, temperature=values[-1],
         )  # fmt: skip
         yield KeptTurn(group, position, mark, KeptTalk(conversation, number, origin, turn))

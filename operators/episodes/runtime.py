@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,38 +16,34 @@ from dataflow.records import (
     ERROR,
     FINISH_REASON,
     GROUP_ID,
-    MIN_VERSION,
-    MOST_TOKENS,
-    OF_GROUP,
-    OF_SOURCE,
     PROMPT,
     ROUND_SIZE,
     SAMPLING_MASK,
-    SEED,
     TEMPERATURE,
-    TOKENS,
-    TURN_REQUEST,
-    schema,
+    AnyArray,
 )
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.failure import RolloutFailure, status_of
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
-from operators.chat.chat_format import ChatError, ChatFormat
+from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
 from operators.episodes.dialogue import TurnRequest
+from operators.episodes.heard import Heard
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
-from operators.episodes.talks import Talks
+from operators.episodes.talks import Begin, Talks
+from operators.episodes.turn_requests import request_rows
 from operators.episodes.words import Beginnings, PlainWords
-from operators.episodes.worlds import row_bytes, worlds_of
+from operators.episodes.worlds import Worlds, row_bytes
 from operators.generation import groups
 from operators.generation.groups import PromptGroup
 from operators.generation.tokenize import encode
 from operators.models.loading import load_tokenizer
+from operators.tools.toolbox import Toolbox
 
 UNBOUNDED = 1 << 30
 """Tokens that no conversation comes to: the generator knows the context's end."""
@@ -92,16 +88,19 @@ class EpisodesRuntime(Runtime):
     unblocked by: what they ask or return, or the limits of time and memory; answers
     """
 
-    def __init__(self, episode: EpisodeKnobs, context: Context) -> None:
-        """Load the tokenizer of the generator's model, and start the processes."""
+    def __init__(self, episode: EpisodeKnobs, context: Context, worlds: Callable[[Toolbox | None], Worlds]) -> None:
+        """Load the tokenizer of the generator's model. worlds: makes what runs those that converse, given tools."""
         self._episode, self._context, self._name = episode, context, context.node
         assert episode.generator is not None and episode.generator.uses is not None, "the graph was checked"
         self._tokenizer = load_tokenizer(episode.generator.uses)
         self._masks = SAMPLING_MASK in episode.provides({})
         self._form = ChatFormat(self._tokenizer) if episode.traits.chat else None
         self._plain = PlainWords(self._tokenizer)
-        self._worlds = worlds_of(episode)
-        self._at_once = episode.concurrency * episode.processes
+        box = episode.toolbox(self._form)
+        self._told_tools: Sequence[Message] = () if box is None else box.in_template
+        """Definitions that the chat template lays out."""
+        self._worlds = worlds(box)
+        self._at_once = episode.at_once
         self._files = turn_files_of(context)
         self._waiting: list[tuple[bool, int, int, int, LiveEpisode]] = []
         """Episodes that have not begun, the most urgent first: those of sources without a bound, then in order."""
@@ -137,7 +136,7 @@ class EpisodesRuntime(Runtime):
             return
         records = batch.records
         texts = records.column(PROMPT).to_pylist()
-        encoded = encode(self._tokenizer, texts, chat=self._form is not None, context_tokens=UNBOUNDED)
+        encoded = self._encoded(texts)
         read = records.select(list(self._episode.signature.annotations))
         rounds = records.column(ROUND_SIZE).to_pylist()
         for group in groups.of_prompts(batch, encoded, self._episode.rollouts_per_prompt):
@@ -176,7 +175,7 @@ class EpisodesRuntime(Runtime):
 
     def beside(self) -> float:
         """The share of the functions that may run at once which do, and do not wait for the policy."""
-        return (self._worlds.open_calls - len(self._asked)) / self._at_once if self._episode.isolate else 0.0
+        return (self._worlds.open_calls - len(self._asked)) / self._at_once if self._episode.works_beside else 0.0
 
     def forget(self, source: str, group: int) -> None:
         """Let go of what is on the disk of a group that has an outcome."""
@@ -203,9 +202,31 @@ class EpisodesRuntime(Runtime):
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
         talk = Talks(
             key=key, max_turns=self._episode.max_turns, max_tokens=self._episode.max_tokens or UNBOUNDED,
-            begin=Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt),
+            begin=self._begins(group, prompt),
         )  # fmt: skip
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
+
+    def _encoded(self, prompts: Sequence[str]) -> list[AnyArray | str]:
+        """Tokens of prompts, or what is wrong with them."""
+        return encode(
+            self._tokenizer, prompts, chat=self._form is not None, context_tokens=UNBOUNDED, tools=self._told_tools
+        )
+
+    def _begins(self, group: PromptGroup, prompt: str) -> Begin:
+        """What conversations of a rollout begin with."""
+        return Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt, self._told_tools)
+
+    def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:
+        """What is asked."""
+        return TurnQuestion.of(asked.body)
+
+    def _request(self, asked: Asked, request: TurnRequest) -> TurnRequest:
+        """What the generator is asked for."""
+        return request
+
+    def _say(self, each: LiveEpisode, asked: Asked, turn: tuple[int, int], text: str | None) -> None:
+        """Answer a question. turn: the conversation, and the turn in it. text: None: the policy has none left."""
+        self._worlds.tell(asked, told(text))
 
     def _mark(self, group: PromptGroup) -> int:
         return mark_of_prompt(f"{self._context.seed}/{group.source}/{group.group_id}", group.prompt)
@@ -239,7 +260,8 @@ class EpisodesRuntime(Runtime):
         """A function asks for a turn: what was said there is told again, what was not is asked for, once."""
         each = self._live[asked.job]
         self._worked(each)
-        question = TurnQuestion.of(asked.body)
+        question = self._question(each, asked)
+        turn = question.conversation, len(question.rewards[question.conversation])
         try:
             found = each.talk.ask(
                 question.heard, question.most, rewards=question.rewards, rewritten=question.rewritten,
@@ -251,9 +273,9 @@ class EpisodesRuntime(Runtime):
             self._withdraw(each)
         if not isinstance(found, TurnRequest):
             self._played += found is not None
-            self._worlds.tell(asked, told(found))
+            self._say(each, asked, turn, found)
             return
-        each.asked, each.turn = asked, (question.conversation, len(question.rewards[question.conversation]))
+        each.asked, each.turn, found = asked, turn, self._request(asked, found)
         if each.request != found.number:
             self._withdraw(each)
             each.request = found.number
@@ -274,6 +296,8 @@ class EpisodesRuntime(Runtime):
             group, talk = each.group, each.talk
             if error is not None:
                 each.error = error
+            if self._form is not None and self._told_tools:
+                text = self._form.spoken(tokens.ids.tolist())
             kept = None if error is not None else talk.answer(each.turn[0], tokens, text, reason, temperature)
             self._told.append((each, each.turn, None if kept is None else kept.turn.text))
             if kept is None:
@@ -293,7 +317,7 @@ class EpisodesRuntime(Runtime):
         for each, turn, text in drawn:
             if each.asked is not None and each.turn == turn:
                 each.since = self._context.clock()
-                self._worlds.tell(each.asked, told(text))
+                self._say(each, each.asked, turn, text)
         return bool(drawn)
 
     def _worked(self, each: LiveEpisode) -> None:
@@ -320,7 +344,7 @@ class EpisodesRuntime(Runtime):
             return
         self._withdraw(each)
         talk, group = each.talk, each.group
-        tail: Sequence[Sequence[str]] = ()
+        tail: Sequence[Sequence[Heard]] = ()
         error = each.error or next((f"{self._name}: {text}" for text in answer.failures.values()), None)
         reason = STOPPED
         if error is not None:
@@ -333,7 +357,7 @@ class EpisodesRuntime(Runtime):
             reason = TOO_LONG if outcome.is_over else STOPPED
         tokens, each.columns_of_turns = talk.columns()
         group.rows[each.position] = EndedRollout(
-            tokens=tokens, start=len(group.prompt), reason=reason, text=talk.text(tail), error=error
+            tokens=tokens, start=len(talk.talks[0].prompt), reason=reason, text=talk.text(tail), error=error
         )
         group.left -= 1
         if not group.left:
@@ -346,7 +370,9 @@ class EpisodesRuntime(Runtime):
                 self._context.ledger.advance(source, sorted(set(ids)), "generating")
         requests, complete = self._requests, self._complete
         self._requests, self._complete, self._begun = [], [], {}
-        made = [Batch(self._name, _request_rows(requests))] if requests else []
+        made = (
+            [Batch(self._name, request_rows([(each.group, request) for each, request in requests]))] if requests else []
+        )
         for source in dict.fromkeys(group.source for group in complete):
             of_source = [group for group in complete if group.source == source]
             made.append(Batch(source, self._rollouts(of_source)))
@@ -370,21 +396,3 @@ class EpisodesRuntime(Runtime):
         if output is None:
             return batch
         return batch.append_column(self._name, pa.array([each.returned for each in episodes], output))
-
-
-def _request_rows(requests: Sequence[tuple[LiveEpisode, TurnRequest]]) -> pa.RecordBatch:
-    """In the columns of `TURN_REQUEST`."""
-    asking = [each.group for each, _ in requests]
-    wanted = [request for _, request in requests]
-    columns = {
-        GROUP_ID: [request.number for request in wanted],
-        OF_SOURCE: [group.source for group in asking],
-        OF_GROUP: [group.group_id for group in asking],
-        MIN_VERSION: [group.min_version for group in asking],
-        SEED: [request.seed for request in wanted],
-        MOST_TOKENS: [request.most for request in wanted],
-        TEMPERATURE: [request.temperature for request in wanted],
-        TOKENS: [request.tokens for request in wanted],
-    }
-    arrays = [pa.array(columns[name], kind) for name, kind in TURN_REQUEST.items()]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema(TURN_REQUEST))

@@ -14,7 +14,7 @@ from dataflow.annotations import arrow_type
 from dataflow.errors import GraphError
 from dataflow.scoring.signature import where_defined
 
-_NOTHING: Mapping[Any, Any] = {float: 0.0, int: 0, bool: False, str: ""}
+NOTHING: Mapping[Any, Any] = {float: 0.0, int: 0, bool: False, str: ""}
 """What may be returned, and what stands for it where a function was cut off."""
 
 
@@ -57,12 +57,12 @@ def read_episode(function: Callable[..., Any]) -> EpisodeSignature:
     columns = {p.name: hints.get(p.name, Any) for p in parameters[1:] if p.default is p.empty}
     defaults = {p.name: p.default for p in parameters[1:] if p.default is not p.empty}
     returned = hints.get("return", type(None))
-    if returned is not type(None) and returned not in _NOTHING:
+    if returned is not type(None) and returned not in NOTHING:
         raise GraphError(
             f"{head} returns {returned!r}, which no column of an episode holds; annotate it -> float, int, bool or "
             f"str, or -> None and let a @scorer read the rollout"
         )
     output = None if returned is type(None) else arrow_type(returned)
     return EpisodeSignature(
-        annotations=columns, defaults=defaults, output=output, nothing=_NOTHING.get(returned)
+        annotations=columns, defaults=defaults, output=output, nothing=NOTHING.get(returned)
     )  # fmt: skip

@@ -14,6 +14,7 @@ from dataflow.records import ROW_BRANCH_TURN, ROW_CONVERSATION, ROW_ROLE, TRAINI
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN, TrainingRow, end_to_end
 from operators.episodes.dialogue import Context, Dialogue, SaidTurn, TurnRequest, row_ids, turn_rewards
+from operators.episodes.heard import Heard
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Talks:
         return next((turn.temperature for turn in said), None)
 
     def ask(
-        self, heard: Sequence[str], most: int | None, *, rewards: Sequence[Sequence[float]] = ((),),
+        self, heard: Sequence[Heard], most: int | None, *, rewards: Sequence[Sequence[float]] = ((),),
         rewritten: str | None = None, conversation: int = 0, origin: TalkOrigin = FIRST,
     ) -> TurnRequest | str | None:  # fmt: skip
         """The function asks for its next turn in a conversation; see `Dialogue.ask`."""
@@ -154,7 +155,7 @@ class Talks:
             ROW_BRANCH_TURN: [branched[number] for number in owners],
         }  # fmt: skip
 
-    def text(self, last: Sequence[Sequence[str]] = ()) -> str:
+    def text(self, last: Sequence[Sequence[Heard]] = ()) -> str:
         """What was said and heard after the prompt; of several conversations one after the other, each below its role
         or its number. last: heard after the last turn, by conversation."""
         texts = {

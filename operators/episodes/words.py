@@ -15,6 +15,7 @@ from dataflow.records import AnyArray
 from operators.chat.chat_format import ChatFormat, Message
 from operators.chat.conversation import Conversation, Past
 from operators.episodes.dialogue import Context, SaidTurn, row_ids
+from operators.episodes.heard import Heard, messages_of, text_of
 
 KEPT_TEXTS = 4096
 """Short texts whose tokens are kept: worlds repeat themselves."""
@@ -24,7 +25,7 @@ class Words(Protocol):
     """Turns what was said and heard in one dialogue into tokens."""
 
     def context(
-        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None = None
+        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[Heard], rewritten: str | None = None
     ) -> AnyArray:
         """Tokens of all that the policy sees before its next turn, int32. Raises ChatError where there are none.
 
@@ -39,11 +40,11 @@ class PlainWords:
         self.encode = functools.lru_cache(KEPT_TEXTS)(self._encoded)
 
     def context(
-        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None = None
+        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[Heard], rewritten: str | None = None
     ) -> AnyArray:
         """As `Words.context`."""
         if rewritten is None:
-            return np.concatenate([row_ids(prompt, turns), *map(self.encode, heard)])
+            return np.concatenate([row_ids(prompt, turns), *map(self.encode, _texts(heard))])
         begin, stands = prompt, list[SaidTurn]()
         for turn in turns:
             begin, stands = self._rewritten(begin, stands, turn.rewritten)
@@ -51,8 +52,8 @@ class PlainWords:
         begin, stands = self._rewritten(begin, stands, rewritten)
         said: list[AnyArray] = []
         for place, turn in enumerate(stands):
-            said += [*(map(self.encode, turn.heard) if place else ()), turn.tokens.ids]
-        return np.concatenate([begin, *said, *map(self.encode, heard)])
+            said += [*(map(self.encode, _texts(turn.heard)) if place else ()), turn.tokens.ids]
+        return np.concatenate([begin, *said, *map(self.encode, _texts(heard))])
 
     def _rewritten(
         self, begin: AnyArray, turns: list[SaidTurn], rewritten: str | None
@@ -69,6 +70,10 @@ class PlainWords:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
+def _texts(heard: Sequence[Heard]) -> list[str]:
+    return [text_of([each]) for each in heard]
+
+
 @dataclass(frozen=True)
 class Beginnings:
     """How the conversations of one rollout begin."""
@@ -81,6 +86,8 @@ class Beginnings:
     """Tokens."""
     text: str
     """The prompt as it was given."""
+    tools: Sequence[Message] = ()
+    """Definitions that the chat template lays out."""
 
     def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
         """Tokens that a conversation begins with, and what lays it out; history: as `TalkOrigin` has it. Raises
@@ -89,28 +96,30 @@ class Beginnings:
         if self.form is None or not len(self.prompt):
             return self.plain.encode(how["text"]) if how else self.prompt, self.plain.context
         if not how:
-            return self.prompt, ChatWords(self.form, json.loads(self.text), past=self.past).context
-        words = ChatWords(self.form, _messages(how), past=self.past)
+            return self.prompt, ChatWords(self.form, json.loads(self.text), past=self.past, tools=self.tools).context
+        words = ChatWords(self.form, _messages(how), past=self.past, tools=self.tools)
         return words.context(np.zeros(0, np.int32), (), ()), words.context
 
 
 class ChatWords:
     """What was heard as a message of the user's, laid out by a chat template behind what was sampled."""
 
-    def __init__(self, form: ChatFormat, messages: Sequence[Message], *, past: Past = "sampled") -> None:
+    def __init__(
+        self, form: ChatFormat, messages: Sequence[Message], *, past: Past = "sampled", tools: Sequence[Message] = ()
+    ) -> None:
         """messages: that the conversation begins with. past: what becomes of turns that the template writes otherwise
-        later."""
-        self._form, self._messages, self._past = form, messages, past
-        self._talk = Conversation(form, messages, past=past)
+        later. tools: their definitions."""
+        self._form, self._messages, self._past, self._tools = form, messages, past, tools
+        self._talk = Conversation(form, messages, past=past, tools=tools)
         self._begin = len(self._messages)
         """Messages that the conversation began with, or was rewritten to."""
         self._had: list[SaidTurn] = []
         """The turns that it has."""
-        self._beyond: tuple[tuple[str, ...], str | None] = (), None
+        self._beyond: tuple[tuple[Heard, ...], str | None] = (), None
         """What was heard after them, and how the past was rewritten before that."""
 
     def context(
-        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[str], rewritten: str | None = None
+        self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[Heard], rewritten: str | None = None
     ) -> AnyArray:
         """As `Words.context`."""
         self._go_to(turns)
@@ -124,7 +133,8 @@ class ChatWords:
         more = turns[had:]
         is_known = had <= len(turns) and all(one is other for one, other in zip(self._had, turns, strict=False))
         if not is_known or self._beyond not in [((), None), *((turn.heard, turn.rewritten) for turn in more[:1])]:
-            self._talk, self._begin = Conversation(self._form, self._messages, past=self._past), len(self._messages)
+            self._talk = Conversation(self._form, self._messages, past=self._past, tools=self._tools)
+            self._begin = len(self._messages)
             self._had, self._beyond, more = [], ((), None), turns
         for turn in more:
             if self._beyond != (turn.heard, turn.rewritten):
@@ -133,7 +143,7 @@ class ChatWords:
             self._beyond = (), None
         self._had = list(turns)
 
-    def _go_on(self, heard: Sequence[str], rewritten: str | None) -> None:
+    def _go_on(self, heard: Sequence[Heard], rewritten: str | None) -> None:
         if rewritten is not None:
             how = json.loads(rewritten)
             if "keep" in how:
@@ -142,8 +152,7 @@ class ChatWords:
                 messages = _messages(how)
                 self._begin = len(messages)
             self._talk.rewrite(messages)
-        if heard:
-            self._talk.hear({"role": "user", "content": "".join(heard)})
+        self._talk.hear(*messages_of(heard))
         self._beyond = tuple(heard), rewritten
 
     def _kept(self, turns: int) -> list[Message]:

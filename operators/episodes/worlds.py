@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +16,9 @@ from dataflow.scoring.process import Asked, Encode
 from dataflow.scoring.return_values import checker, describe
 from dataflow.scoring.values import row_arguments
 from operators.episodes.chat import Chats, EpisodeOver
-from operators.episodes.knobs import EpisodeKnobs
+from operators.episodes.knobs import FunctionKnobs
+from operators.tools.hands import ToolHands
+from operators.tools.toolbox import Toolbox
 
 
 class Worlds(Protocol):
@@ -53,14 +56,19 @@ class InWorkerWorlds:
 
     restarts = 0
 
-    def __init__(self, settings: PoolSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: PoolSettings, box: Toolbox | None = None) -> None:
+        self._settings, self._box = settings, box
         self._loop = asyncio.new_event_loop()
         self._next_job = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[tuple[int, int], asyncio.Future[bytes]] = {}
         self._answers: list[Answer] = []
         self._asked: list[Asked] = []
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds between two turns."""
+        return self._settings.timeout_s
 
     @property
     def open_calls(self) -> int:
@@ -99,27 +107,25 @@ class InWorkerWorlds:
 
     def close(self) -> None:
         """End all that are under way."""
-        for task in self._tasks.values():
+        left = asyncio.all_tasks(self._loop)  # those too that functions have started
+        for task in left:
             task.cancel()
-        if self._tasks:
-            self._loop.run_until_complete(asyncio.wait([*self._tasks.values()], timeout=self._settings.timeout_s))
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left, timeout=self._settings.timeout_s))
+        if self._box is not None:
+            self._loop.run_until_complete(self._box.close())
         self._loop.close()
 
+    async def answered(self, asked: Asked) -> bytes:
+        """What is told to a question."""
+        future: asyncio.Future[bytes] = self._loop.create_future()
+        self._waiting[asked.job, asked.number] = future
+        self._asked.append(asked)
+        return await future
+
     async def _make(self, job: int, payload: bytes) -> None:
-        limit, asked = asyncio.timeout(self._settings.timeout_s), 0
-
-        async def ask(body: bytes) -> bytes:
-            nonlocal asked
-            number, asked = asked, asked + 1
-            future: asyncio.Future[bytes] = self._loop.create_future()
-            self._waiting[job, number] = future
-            limit.reschedule(None)
-            self._asked.append(Asked(job, 0, number, body))
-            try:
-                return await future
-            finally:
-                limit.reschedule(self._loop.time() + self._settings.timeout_s)
-
+        limit = asyncio.timeout(self._settings.timeout_s)
+        ask = _AskHere(self, job, limit)
         values, failures = [], {}
         try:
             async with limit:
@@ -131,10 +137,36 @@ class InWorkerWorlds:
         self._answers.append(Answer(job, [0], failures, self._settings.pack(values)))
 
 
-def worlds_of(episode: EpisodeKnobs) -> Worlds:
-    """A pool, whose server is forked here, or this process."""
+class _AskHere:
+    """What one call has of the worker in which it runs: `calls.Ask`."""
+
+    def __init__(self, worlds: InWorkerWorlds, job: int, limit: asyncio.Timeout) -> None:
+        self._worlds, self._job, self._limit = worlds, job, limit
+        self._asked = self._resting = 0
+
+    async def __call__(self, body: bytes) -> bytes:
+        """As `Ask`."""
+        with self.rest():
+            self._asked += 1
+            return await self._worlds.answered(Asked(self._job, 0, self._asked - 1, body))
+
+    @contextlib.contextmanager
+    def rest(self) -> Iterator[None]:
+        """As `Ask.rest`."""
+        self._resting += 1
+        self._limit.reschedule(None)
+        try:
+            yield
+        finally:
+            self._resting -= 1
+            if not self._resting:
+                self._limit.reschedule(asyncio.get_running_loop().time() + self._worlds.timeout_s)
+
+
+def worlds_of(episode: FunctionKnobs, box: Toolbox | None = None) -> Worlds:
+    """A pool, whose server is forked here, or this process. box: the episode's tools."""
     settings = PoolSettings(
-        prepare=partial(_prepare, episode),
+        prepare=partial(_prepare, episode, box),
         pack=b"".join,
         describe=partial(describe, code=episode.function.__code__),
         processes=episode.processes,
@@ -144,7 +176,7 @@ def worlds_of(episode: EpisodeKnobs) -> Worlds:
         timeout_s=episode.timeout_s,
         memory_mb=episode.memory_mb,
     )
-    return Pool(settings) if episode.isolate else InWorkerWorlds(settings)
+    return Pool(settings) if episode.isolate else InWorkerWorlds(settings, box)
 
 
 def row_bytes(row: pa.RecordBatch) -> bytes:
@@ -155,7 +187,7 @@ def row_bytes(row: pa.RecordBatch) -> bytes:
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
-def _prepare(episode: EpisodeKnobs, payload: bytes) -> Call:
+def _prepare(episode: FunctionKnobs, box: Toolbox | None, payload: bytes) -> Call:
     """The function that runs an episode of this row."""
     row = pa.ipc.open_stream(pa.py_buffer(payload)).read_next_batch()
     annotations = episode.signature.annotations
@@ -163,12 +195,19 @@ def _prepare(episode: EpisodeKnobs, payload: bytes) -> Call:
     check = checker(episode.signature.output) if episode.signature.output is not None else None
 
     async def call(index: int, ask: Ask) -> bytes:
-        chats, returned = Chats(ask, has_messages=bool(episode.traits.chat)), episode.signature.nothing
+        hands = None if box is None else ToolHands(box, ask.rest)
+        chats = Chats(ask, has_messages=bool(episode.traits.chat), hands=hands)
+        returned = episode.signature.nothing
         try:
             value = await episode.function(chats.begin(), **arguments, **episode.given)
             returned = None if check is None else check(value)
         except EpisodeOver:
             chats.is_over = True
+        finally:
+            if hands is not None:
+                await hands.close()
+        if hands is not None and hands.failure is not None:
+            raise hands.failure
         return chats.outcome(returned).to_bytes()
 
     return call

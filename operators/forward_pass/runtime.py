@@ -97,7 +97,7 @@ class ForwardRuntime(Runtime):
         self._trained = context.reader is not None
         reader = context.reader(attached) if context.reader else None
         ranks = getattr(reading.forward, "ranks", None)
-        self._weights = ReadWeights(reader, attached, context.aside, ranks)
+        self._weights = ReadWeights(reader, attached, context.aside, ranks, context.span)
         self._awake = True
         """Whether it has the memory of its devices."""
         self._waiting: collections.deque[_Group] = collections.deque()

@@ -54,6 +54,8 @@ class Turn:
     """Most tokens of the conversation and the turn."""
     temperature: float | None
     """At which it is sampled; None: as the generator samples when it starts."""
+    stop: tuple[str, ...] = ()
+    """Strings at which it ends; none: the generator's own."""
 
 
 @dataclass(slots=True)

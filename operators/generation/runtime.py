@@ -28,6 +28,7 @@ from operators.generation.sampled_with import SampledWith
 from operators.generation.tokenize import encode
 from operators.generation.turns import no_turns, turns_of, with_turns
 from operators.models.read_weights import ReadWeights
+from operators.serving.request_stops import StopCache
 
 
 class GeneratorRuntime(Runtime):
@@ -46,6 +47,7 @@ class GeneratorRuntime(Runtime):
         built = make_engine(declaration, context)
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._native = built.native
+        self._stops = StopCache(built.tokenizer, built.ends)
         self._context_tokens = self.engine.context_tokens
         bounds = with_turns(context.bounds, context.episodes)
         self._admission: Admission[PromptGroup] = Admission(bounds, declaration.in_flight)
@@ -56,7 +58,7 @@ class GeneratorRuntime(Runtime):
         elif context.reader is not None:
             attached = self.engine.tensors
             reader = context.reader(attached)
-        self._weights = ReadWeights(reader, attached, context.aside, built.ranks)
+        self._weights = ReadWeights(reader, attached, context.aside, built.ranks, context.span)
         self._told_dropped = 0
         self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
@@ -99,9 +101,8 @@ class GeneratorRuntime(Runtime):
         if not self._awake:
             self._weights.hear()
             return self._out() if self._complete else None
-        since = 0
+        since, worked = 0, False
         many = enough(self._declaration.slots, self._declaration.group_size)
-        worked = False
         for _ in range(self._declaration.segment_tokens):
             self._listen()
             if not self._weights.ready:
@@ -215,9 +216,7 @@ class GeneratorRuntime(Runtime):
         if self._weights.version < 0:
             return []
         starts: list[PromptStart] = []
-        tokens = 0
-        left = self.engine.spare_pages
-        dropped = self._dropped()
+        tokens, left, dropped = 0, self.engine.spare_pages, self._dropped()
 
         def prepare(group: PromptGroup) -> None:
             if self._partial is not None and group.mark is None:
@@ -277,6 +276,7 @@ class GeneratorRuntime(Runtime):
             prompt=group.prompt,
             limit=self._limit(group),
             sampling=group.sampling,
+            stop=None if group.turn is None or not group.turn.stop else self._stops(group.turn.stop),
             tickets=tickets,
             seeds=seeds,
             partial=[group.partial.pop(position, None) for position in positions],

@@ -11,16 +11,19 @@ import numpy as np
 from dataflow.records import AnyArray
 
 
-def encode(tokenizer: Any, prompts: Sequence[str | None], *, chat: bool, context_tokens: int) -> list[AnyArray | str]:
+def encode(
+    tokenizer: Any, prompts: Sequence[str | None], *, chat: bool, context_tokens: int, tools: Sequence[Any] = ()
+) -> list[AnyArray | str]:
     """For each prompt its tokens, int64 [1 .. context_tokens - 1], or a message in three parts.
 
     chat: the prompts are JSON lists of {"role", "content"}, laid out by the tokenizer's chat template.
+    tools: definitions that the template is to tell of.
     """
     found: list[AnyArray | str] = ["" for _ in prompts]
     texts: dict[int, str] = {}
     for place, prompt in enumerate(prompts):
         try:
-            texts[place] = _chat_text(tokenizer, prompt) if chat else _text(prompt)
+            texts[place] = _chat_text(tokenizer, prompt, tools) if chat else _text(prompt)
         except Exception as error:
             found[place] = str(error)
     if texts:
@@ -36,7 +39,7 @@ def _text(prompt: str | None) -> str:
     return prompt
 
 
-def _chat_text(tokenizer: Any, prompt: str | None) -> str:
+def _chat_text(tokenizer: Any, prompt: str | None, tools: Sequence[Any]) -> str:
     try:
         messages = json.loads(_text(prompt))
     except json.JSONDecodeError as error:
@@ -44,7 +47,9 @@ def _chat_text(tokenizer: Any, prompt: str | None) -> str:
             f"the prompt is not chat messages in JSON ({error}); found {_text(prompt)[:80]!r}; "
             f'give a list of {{"role", "content"}}, or turn off the chat knob'
         ) from error
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[no-any-return]
+    return tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+        messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+    )
 
 
 def _checked(ids: list[int], context_tokens: int) -> AnyArray | str:

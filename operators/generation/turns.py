@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from dataflow.records import GROUP_ID, MIN_VERSION, MOST_TOKENS, OF_GROUP, OF_SOURCE, SEED, TEMPERATURE, TOKENS
+from dataflow.records import GROUP_ID, MIN_VERSION, MOST_TOKENS, OF_GROUP, OF_SOURCE, SEED, STOP, TEMPERATURE, TOKENS
 from dataflow.runtime import Batch
 from dataflow.staleness import Bound
 from dataflow.tokens.rollout_tokens import RolloutTokens
@@ -29,14 +29,15 @@ def no_turns(queues: Iterable[str]) -> set[str]:
 def turns_of(batch: Batch, context_tokens: int) -> Iterator[PromptGroup]:
     """The turns of a batch of requests; one whose conversation fills the context has ended, with nothing said."""
     records = batch.records
-    names = (GROUP_ID, OF_SOURCE, OF_GROUP, MIN_VERSION, SEED, MOST_TOKENS, TEMPERATURE)
+    names = (GROUP_ID, OF_SOURCE, OF_GROUP, MIN_VERSION, SEED, MOST_TOKENS, TEMPERATURE, STOP)
     columns = [records.column(name).to_pylist() for name in names]
     lists = records.column(TOKENS)
-    for row, (number, source, group_id, min_version, seed, most, temperature) in enumerate(zip(*columns, strict=True)):
+    for row, values in enumerate(zip(*columns, strict=True)):
+        number, source, group_id, min_version, seed, most, temperature, stop = values
         tokens = np.asarray(lists[row].values.to_numpy(), np.int64)
         turn = Turn(
             number=number, queue=_queue(batch.source, source), seed=seed, limit=len(tokens) + most,
-            temperature=temperature,
+            temperature=temperature, stop=tuple(stop or ()),
         )  # fmt: skip
         group = PromptGroup(
             source=batch.source, group_id=group_id, size=1, min_version=min_version, batch=batch, row=row,

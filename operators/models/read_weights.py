@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dataflow.weight_ends import LetsGo, Offered, WeightsAgain, WeightsIn, taken
+from dataflow.weight_ends import TAKE, LetsGo, Offered, Span, WeightsAgain, WeightsIn, taken, untold
 from operators.models.shelf import Shelf, return_freed_memory
 from operators.ranks.messages import Sleep, SleepDone, Wake
 
@@ -81,11 +81,13 @@ class ReadWeights:
     """
 
     def __init__(
-        self, reader: WeightsIn | None, attached: Mapping[str, Any], aside: Path | None, ranks: Exchange | None = None
-    ) -> None:
-        """reader: the end that `attached` tensors are attached to; None: the weights are frozen. aside: as of
+        self, reader: WeightsIn | None, attached: Mapping[str, Any], aside: Path | None, ranks: Exchange | None = None,
+        span: Span = untold,
+    ) -> None:  # fmt: skip
+        """reader: the end that `attached` tensors are attached to; None: the weights are frozen. aside, span: as of
         `Context`. ranks: the others, which sleep and wake when this one does."""
         self._reader, self._memory, self._ranks = reader, ModelMemory(attached.values(), aside), ranks
+        self._span = span
         self.ready = True
         """Whether the tensors hold the version in use."""
         self._awake = True
@@ -135,8 +137,10 @@ class ReadWeights:
     def _adopted(self, reader: WeightsIn) -> int | None:
         heard, self._offer = self._offer, None
         if heard is None:
-            return taken(reader)
-        before, version = reader.version, reader.adopt()
+            return taken(reader, self._span)
+        before = reader.version
+        with self._span(TAKE):
+            version = reader.adopt()
         if version != before or (self.ready and version == heard.version):
             return version
         if version != heard.version or not isinstance(reader, WeightsAgain):

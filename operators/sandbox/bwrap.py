@@ -4,12 +4,13 @@ import functools
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 VARIABLE = "DATAFLOW_BWRAP"
 """Environment variable with the path of bubblewrap's program, where it is not on PATH."""
 _INSIDE = Path(__file__).parent / "inside"
-_START = "import sys; sys.path.append('/sandbox'); from inside.driver import main; main()"
+_START = "import sys; sys.path.append('/sandbox'); from inside.{} import main; main()"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _INSTALL = (
@@ -39,14 +40,37 @@ def command(program: str, tmp_bytes: int) -> list[str]:
 
     tmp_bytes: size of /tmp, in memory, the only folder that can be written.
     """
+    return _command(program, tmp_bytes, _files(), _START.format("driver"))
+
+
+def kept_command(program: str, tmp_bytes: int, folders: Sequence[str] = ()) -> list[str]:
+    """The same for a sandbox that is kept, in which the system's programs can be started; folders: more that can be
+    read there, under their own names."""
+    more = [part for folder in folders for part in ("--ro-bind", folder, folder)]
+    return _command(program, tmp_bytes, (*_programs(), *_files()), _START.format("session"), more)
+
+
+def _command(program: str, tmp_bytes: int, files: Sequence[str], start: str, more: Sequence[str] = ()) -> list[str]:
     return [
         program, "--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1",
         "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
         "--clearenv", "--setenv", "PYTHONHASHSEED", "0",
-        *_files(), "--ro-bind", str(_INSIDE), "/sandbox/inside",
-        "--size", str(tmp_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
-        str(_interpreter()), "-s", "-P", "-S", "-B", "-X", "utf8", "-c", _START,
+        *files, "--ro-bind", str(_INSIDE), "/sandbox/inside",
+        "--size", str(tmp_bytes), "--tmpfs", "/tmp", *more, "--remount-ro", "/", "--chdir", "/tmp",
+        str(_interpreter()), "-s", "-P", "-S", "-B", "-X", "utf8", "-c", start,
     ]  # fmt: skip
+
+
+@functools.cache
+def _programs() -> tuple[str, ...]:
+    """The system's programs, and what they look for beside the libraries."""
+    given: list[str] = ["--ro-bind", "/usr", "/usr"]
+    for folder in map(Path, ("/bin", "/sbin")):
+        if folder.is_symlink():
+            given += ["--symlink", str(folder.readlink()), str(folder)]
+        else:
+            given += ["--ro-bind-try", str(folder), str(folder)]
+    return (*given, "--ro-bind-try", "/etc/alternatives", "/etc/alternatives")
 
 
 @functools.cache

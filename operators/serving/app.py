@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
 from typing import Any, TypeAlias
 
 import structlog
@@ -37,11 +37,19 @@ Failed: TypeAlias = Callable[[ApiError], Mapping[str, Any]]
 _log = structlog.get_logger()
 
 
-def make_app(service: Service, *, api_key: str | None = None, close_timeout_s: float = 30.0) -> Starlette:
+def make_app(
+    service: Service,
+    *,
+    api_key: str | None = None,
+    sessions: Container[str] | None = None,
+    close_timeout_s: float = 30.0,
+) -> Starlette:
     """The ASGI application; it starts the engine's thread and closes it.
 
     Args:
         api_key: what `Authorization: Bearer` must say; None: no key, and only loopback hosts.
+        sessions: keys of which every caller, on a loopback host, must have one, which is its session; None: sessions
+            are named as callers like.
         close_timeout_s: given to the engine's thread to end.
     """
 
@@ -50,7 +58,7 @@ def make_app(service: Service, *, api_key: str | None = None, close_timeout_s: f
     ) -> Route:
         async def guarded(http: HttpRequest) -> Response:
             try:
-                _admit(http, api_key)
+                _admit(http, api_key, sessions)
                 return await answer(http)
             except ApiError as error:
                 return _refusal(error, failed)
@@ -70,7 +78,7 @@ def make_app(service: Service, *, api_key: str | None = None, close_timeout_s: f
 
     def served(api: Api) -> Route:
         async def answer(http: HttpRequest) -> Response:
-            return await _serve(service, http, api, is_keyed=api_key is not None)
+            return await _serve(service, http, api, is_keyed=api_key is not None, sessions=sessions)
 
         return route(api.path, answer, "POST", api.failed)
 
@@ -105,8 +113,13 @@ def make_app(service: Service, *, api_key: str | None = None, close_timeout_s: f
     return app
 
 
-def _admit(http: HttpRequest, api_key: str | None) -> None:
+def _admit(http: HttpRequest, api_key: str | None, sessions: Container[str] | None) -> None:
     """Whether this caller may call at all."""
+    if sessions is not None and (_key_of(http) or "") not in sessions:
+        raise ApiError(
+            401, "the API key is that of no session that is open; send the one that the program was given, while it "
+            "runs", code="invalid_api_key",
+        )  # fmt: skip
     if api_key is None:
         if http.url.hostname not in LOOPBACK:
             raise ApiError(
@@ -135,11 +148,14 @@ def _session_of(http: HttpRequest, user: str | None, *, is_keyed: bool) -> str |
     return http.headers.get("x-session-id") or user or named
 
 
-async def _serve(service: Service, http: HttpRequest, api: Api, *, is_keyed: bool) -> Response:
+async def _serve(
+    service: Service, http: HttpRequest, api: Api, *, is_keyed: bool, sessions: Container[str] | None
+) -> Response:
     service.check_room()
     async with _body(http, service) as body:
         request = api.parse(body, service.bounds)
-    call = service.begin(request, _session_of(http, request.user, is_keyed=is_keyed))
+    own = _key_of(http) if sessions is not None else _session_of(http, request.user, is_keyed=is_keyed)
+    call = service.begin(request, own)
     if request.stream:
         return StreamingResponse(_stream(service, http, call, api), media_type="text/event-stream", headers=_HEADERS)
     async with _attended(service, http, call) as news:

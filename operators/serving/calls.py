@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +42,10 @@ class Choice:
     error: str | None = None
     failed: int | None = None
     """HTTP status of an answer that cannot hold this choice."""
+    refusal: ApiError | None = None
+    """What is said in its place, where it is more than that."""
+    first_call: int = 0
+    """Number of the first call of a tool in it."""
 
     def hear(self, news: News, ends: frozenset[int]) -> None:
         """Take in what the engine says."""
@@ -57,11 +60,12 @@ class Choice:
         if news.reason is not None:
             self.transcript.finish()
             self.error = news.error
-            self.failed = {BROKEN: 500, ABORTED: 503}.get(news.reason)
+            self.refusal = news.refusal
+            self.failed = {BROKEN: 500, ABORTED: 503}.get(news.reason) if news.refusal is None else news.refusal.status
             self.finish_reason = "error" if self.failed else REASONS.get(news.reason, "length")
             self.message = {"role": "assistant", "content": self.transcript.text}
             if self.calls is not None:
-                read = self.calls.read(self.transcript.text, self.tools, first=secrets.randbelow(10**5))
+                read = self.calls.read(self.transcript.text, self.tools, first=self.first_call)
                 self.message = read.message
             if "tool_calls" in self.message and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
@@ -184,7 +188,8 @@ class ServedCall:
         """Why the call cannot be answered, if it cannot."""
         for choice in self.choices:
             if choice.failed:
-                return ApiError(choice.failed, choice.error or "the rollout failed", code="rollout_failed")
+                why = choice.error or "the rollout failed"
+                return choice.refusal or ApiError(choice.failed, why, code="rollout_failed")
         return self.unrecorded
 
     def hear(self, part: CallPrompt, news: News) -> None:

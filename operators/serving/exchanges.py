@@ -66,6 +66,11 @@ class Exchanges:
             self._kept.move_to_end((found.session, found.text))
         return found
 
+    def forget(self, session: str | None) -> None:
+        """Let go of all exchanges of a session."""
+        for key in [each for each in self._kept if each[0] == session]:
+            self._drop(key)
+
     def _drop(self, key: tuple[str | None, str]) -> None:
         gone = self._kept.pop(key, None)
         self._characters -= 0 if gone is None else len(gone.text)

@@ -25,14 +25,14 @@ from operators.chat.tool_calls import format_of
 from operators.engine.finish_reasons import ABORTED
 from operators.serving.bounds import Bounds, Budget
 from operators.serving.calls import AskedPrompt, CallPrompt, Choice, ServedCall
-from operators.serving.engine_thread import EngineThread, Overloaded
+from operators.serving.engine_thread import Overloaded
 from operators.serving.errors import ApiError, bad, too_long
 from operators.serving.exchanges import Encoded, Exchanges, encode
 from operators.serving.requests import Request
 from operators.serving.rows import CallGroup, GroupIds, rows_of
 from operators.serving.sessions import Sessions
 from operators.serving.text import Transcript, Vocabulary
-from operators.serving.work import News, Work
+from operators.serving.work import Draws, News, Work
 
 OnRollout = Callable[[pa.RecordBatch], None]
 
@@ -47,7 +47,7 @@ class Service:
 
     def __init__(
         self,
-        thread: EngineThread,
+        thread: Draws,
         tokenizer: Any,
         *,
         model: str,
@@ -100,7 +100,7 @@ class Service:
         self.check_room(max(1, len(request.prompts)))
         if session is not None and len(session) > self.bounds.name_characters:
             raise bad("user", f"a session's name has at most {self.bounds.name_characters} characters; shorten it")
-        if request.model != self.model:
+        if not self.knows(request.model):
             raise ApiError(
                 404,
                 f"there is no model {request.model!r} here; found {self.model!r} only; send that name",
@@ -135,6 +135,16 @@ class Service:
         """Whether the engine would take so many more. Raises ApiError: 429, 503."""
         with _refused():
             self.thread.check_room(prompts)
+
+    def knows(self, model: str) -> bool:
+        """Whether it serves a model of this name."""
+        return model == self.model
+
+    def forget(self, session: str) -> None:
+        """Nothing goes on from what was said in a session any more."""
+        self._exchanges.forget(session)
+        if self._sessions is not None:
+            self._sessions.forget(session)
 
     def end(self, call: ServedCall, why: str) -> None:
         """Give up what is left of a call; its rows say why."""
@@ -254,7 +264,13 @@ class Service:
         first = place * request.n
         reads = self.calls if request.tools else None
         choices = [
-            Choice(first + i, Transcript(self.vocabulary, request.stop), calls=reads, tools=request.tools)
+            Choice(
+                first + i,
+                Transcript(self.vocabulary, request.stop),
+                calls=reads,
+                tools=request.tools,
+                first_call=_first_call(encoded.tokens, first + i),
+            )
             for i in range(request.n)
         ]
         return CallPrompt(group, choices, prompt.text, prompt.conversation)
@@ -287,6 +303,8 @@ class Service:
             prompt=np.asarray(part.group.prompt_tokens, np.int64),
             limit=room if call.request.max_tokens is None else size + call.request.max_tokens,
             seeds=part.group.seeds,
+            session=part.group.session,
+            most=call.request.max_tokens,
             sampling=sampling,
             stop=stop,
             tell=tell,
@@ -328,6 +346,12 @@ def _seed(asked: int | None, place: int, position: int) -> int:
     if asked is None:
         return secrets.randbits(63)
     return xxhash.xxh3_64_intdigest(f"{asked}/{place}/{position}".encode()) - (1 << 63)
+
+
+def _first_call(prompt: Sequence[int], index: int) -> int:
+    """Number of the first call of a tool in a choice: the same for the same prompt, another at each turn of it."""
+    ids = np.asarray(prompt, np.int64).tobytes()
+    return int(xxhash.xxh3_64_intdigest(f"{index}/".encode() + ids) % 10**5)
 
 
 def _parameters(request: Request) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class KnownTurn:
     rollout_id: int
     ids: tuple[int, ...]
     """Of its last row."""
+    session: str | None = None
 
 
 class Sessions:
@@ -37,6 +38,8 @@ class Sessions:
         self.form = form
         self._past, self._most, self._ids = past, most, 0
         self._known: OrderedDict[str, KnownTurn] = OrderedDict()
+        self._of: dict[str | None, set[str]] = {}
+        """Keys by session."""
 
     def begin(
         self, session: str | None, messages: Sequence[Message], tools: Sequence[Message]
@@ -61,10 +64,16 @@ class Sessions:
         """Remember a conversation that ends with a turn of the policy's."""
         *_, key = _keys(session, conversation.messages, conversation.tools)
         self._drop(key)
-        self._known[key] = KnownTurn(conversation, rollout_id, tuple(ids))
+        self._known[key] = KnownTurn(conversation, rollout_id, tuple(ids), session)
+        self._of.setdefault(session, set()).add(key)
         self._ids += len(ids)
         while len(self._known) > self._most or self._ids > MOST_IDS:
             self._drop(next(iter(self._known)))
+
+    def forget(self, session: str | None) -> None:
+        """Let go of all turns of a session."""
+        for key in list(self._of.get(session, ())):
+            self._drop(key)
 
     def _latest(
         self, session: str | None, messages: Sequence[Message], tools: Sequence[Message]
@@ -78,7 +87,12 @@ class Sessions:
 
     def _drop(self, key: str) -> None:
         gone = self._known.pop(key, None)
-        self._ids -= 0 if gone is None else len(gone.ids)
+        if gone is not None:
+            self._ids -= len(gone.ids)
+            keys = self._of[gone.session]
+            keys.discard(key)
+            if not keys:
+                del self._of[gone.session]
 
 
 def _keys(session: str | None, messages: Sequence[Message], tools: Sequence[Message]) -> Iterator[str]:

@@ -55,19 +55,21 @@ class Journal:
         The rollouts are written before the ledger names them.
         """
         context = self.context
-        if context.folder is not None:
-            rows = [group.records if computed is None else computed.beside(group.records) for group in trained]
-            context.folder.rollouts_of(context.own_folder).write(step, rows)
-        if context.ledger is not None:
-            context.ledger.commit_step(
-                context.node,
-                step,
-                version=step,
-                source=self.source,
-                trained=[group.group_id for group in trained],
-                dropped=dropped,
-                metrics=metrics,
-            )
+        with context.span("record"):
+            if context.folder is not None:
+                rows = [group.records for group in trained]
+                rows = rows if computed is None else computed.beside(rows)
+                context.folder.rollouts_of(context.own_folder).write(step, rows)
+            if context.ledger is not None:
+                context.ledger.commit_step(
+                    context.node,
+                    step,
+                    version=step,
+                    source=self.source,
+                    trained=[group.group_id for group in trained],
+                    dropped=dropped,
+                    metrics=metrics,
+                )
 
     def tell(self, metrics: Mapping[str, Any]) -> None:
         """Append a committed step's line to the metrics."""

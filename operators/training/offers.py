@@ -112,10 +112,11 @@ class Offers:
 
     def made(self, step: int) -> None:
         """Offer the weights of a step, and the versions that are made with it."""
-        for line, refresh, end in self._refreshing:
-            if refresh.newest(step) == step:
-                end.publish(step, _detached(self._learner.offered(line)))
-        self._publish(step)
+        with self._context.span("offer weights"):
+            for line, refresh, end in self._refreshing:
+                if refresh.newest(step) == step:
+                    end.publish(step, _detached(self._learner.offered(line)))
+            self._publish(step)
 
     def tell(self, note: dict[str, int | float | str]) -> None:
         """A small note that every reader gets; the newest wins."""

@@ -41,7 +41,7 @@ class StepMaker:
         self.knobs = knobs or KnobsByStep(trainer, ())
         self.rows: StepRows | None = None
         """Of the step under way."""
-        self._trainer, self._clock = trainer, context.clock
+        self._trainer, self._clock, self._span = trainer, context.clock, context.span
         """The trainer with the knobs that its learner goes by."""
         self._decay_steps = _decay_steps(trainer, context)
         self._parts: list[Array] = []
@@ -68,24 +68,27 @@ class StepMaker:
     def begin(self, groups: Sequence[pa.RecordBatch]) -> None:
         """Start the next step, of these groups. RecordError as `step_rows`."""
         began = self._clock()
-        self._take_knobs(self.knobs.at(self.step + 1))
-        self.rows = step_rows(groups, self.learner.loss.columns)
-        self.bring()
-        self._parts = self.learner.begin(self.rows, self.step)
+        with self._span("packing"):
+            self._take_knobs(self.knobs.at(self.step + 1))
+            self.rows = step_rows(groups, self.learner.loss.columns)
+            self.bring()
+            self._parts = self.learner.begin(self.rows, self.step)
         self.seconds = 0.0
         self._add("forward_backward", began)
 
     def micro(self) -> None:
         """The next micro-batch."""
         began = self._clock()
-        self.learner.micro(self._parts.pop(0))
+        with self._span("forward and backward"):
+            self.learner.micro(self._parts.pop(0))
         self._add("forward_backward", began)
 
     def end(self, rate: float) -> StepOutcome:
         """The update, with this learning rate; the weights and `step` stay where anything was not finite."""
         began = self._clock()
-        self.bring(moments=True)
-        outcome = self.learner.end(rate)
+        with self._span("optimizer"):
+            self.bring(moments=True)
+            outcome = self.learner.end(rate)
         self.rows = None
         if outcome.culprit is None:
             self.step += 1

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 STEPS = 2
 TEXT = ("aipo", "grpo", "rloo", "dapo", "ppo", "distill", "sft")
 """Graphs over text files."""
-OWN = ("sorting", "calculator", "guess")
+OWN = ("sorting", "calculator", "guess", "products", "lake", "played_by_programs")
 """Graphs that make their policy themselves."""
 REWARD = '''"""Rewards."""
 
@@ -114,8 +114,11 @@ def test_a_graph_explains_where_it_would_run(name: str, flags: Flags, capsys: py
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_graph_that_makes_its_policy_is_checked(name: str, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "lake":
+        pytest.importorskip("textarena", reason="textarena is not installed; pip install dataflow-rl[textarena]")
     owner = "graphs.tasks.calculator" if name == "calculator" else f"graphs.{name}"
     monkeypatch.setattr(importlib.import_module(owner), "warm_start", lambda folder, **how: policy)
+    monkeypatch.setattr(importlib.import_module("graphs.tasks.guess"), "lay_out_chats", lambda folder: None)
     graph = build_of(name)()
     graph.check()
     assert {"trainer", "generator", "eval"} <= set(graph.operators)

@@ -8,6 +8,7 @@ from .planes import DATA_PLANE, WEIGHT_PLANE
 from .records import RECORDS
 from .runs import LEDGER, SCHEDULER, STALENESS, TURNS
 from .security import SECURITY
+from .tools import TOOLS
 
 ROOMS = {
     "Rooms": STRUCTURE,
@@ -23,5 +24,6 @@ ROOMS = {
     "Staleness": STALENESS,
     "The ledger, resume": LEDGER,
     "Episodes": EPISODES,
+    "Tools": TOOLS,
 }
 LAWS = tuple(law for laws in ROOMS.values() for law in laws)

@@ -1,5 +1,6 @@
 """Real runs beside their simulation: one rule for both, and what a run's folder tells of its seconds."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from rigs.graphs import tiny_graph
 
-from dataflow import GraphError, inline, run
+from dataflow import Graph, GraphError, Model, inline, run, scorer
 from dataflow.cli import calibrate
 from dataflow.display import Summary
 from dataflow.folder.run_folder import RunFolder
@@ -17,6 +18,9 @@ from dataflow.foresight.seen import look
 from dataflow.foresight.simulation.scenario import GeneratorCosts, Scenario, TrainerCosts
 from dataflow.foresight.simulation.simulate import simulate
 from dataflow.history.summary import summarize
+from operators import Generator, Prompts, Trainer, episode
+from operators.credit import advantage
+from operators.losses import aipo
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
@@ -70,6 +74,38 @@ def test_a_run_folder_calibrates_and_says_what_was_foreseen(
     (made.folder / "activity.jsonl").unlink()
     with pytest.raises(GraphError, match=r"has no activity.jsonl"):
         look(made.folder)
+
+
+@episode(max_turns=3, isolate=False)
+async def talk(chat: Any) -> float:
+    """Two turns, between which the world thinks."""
+    await chat.say(max_tokens=3)
+    await asyncio.sleep(0.02)
+    chat.hear("so=")
+    return float(len(await chat.say(max_tokens=3)))
+
+
+@scorer(isolate=False)
+def reward(talk: float) -> float:
+    return talk
+
+
+def test_a_run_of_episodes_tells_its_turns_and_the_seconds_of_its_world(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an episode is foreseen with them."""
+    monkeypatch.setattr("dataflow.scheduler.execute.activity_every", lambda seconds: 0.0)
+    g, model = Graph("talks"), Model(str(policy))
+    generator = Generator(model, group_size=2, max_tokens=6, slots=16, segment_tokens=50)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=2, lr=1e-3, checkpoint_every=5)
+    prompts = Prompts([{"prompt": f"{letter}="} for letter in "abcdefgh"], epochs=None)
+    trainer(advantage(reward(talk(generator, g.source(prompts)))))
+    g.feedback(trainer.weights, generator, max_staleness=0)
+    made = run(g, steps=16, on=inline(), runs=tmp_path, quiet=True)
+    seen = look(made.folder)
+    assert seen.turns == {"talk": 2.0} and 0.01 <= seen.world_s["talk"] < 10.0
+    text = " ".join(told(g, str(made.folder), gpus=None, workload="", steps=20).split())
+    assert "rollouts of 'talk' in 2 turns of like length" in text
 
 
 def test_a_run_that_is_too_short_calibrates_nothing(policy: Path, tmp_path: Path) -> None:

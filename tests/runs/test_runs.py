@@ -110,7 +110,7 @@ def test_the_folder_tells_what_ran(runs: Runner) -> None:
 
 def test_every_worker_has_a_log(light: None, tmp_path: Path) -> None:
     result = run(fake_graph(count=16), runs=tmp_path, quiet=True)
-    names = {path.name for path in RunFolder.open(result.folder).logs.iterdir()}
+    names = {path.name for path in RunFolder.open(result.folder).logs.glob("*.log")}
     assert names == {"prompts-0.log", "generator-0.log", "reward-0.log", "trainer-0.log", "forkserver.log"}
 
 

@@ -21,6 +21,7 @@ async function choose(number) {
   say($('run-name'), runs[run].name);
   document.title = `${plain(runs[run].name)} · dataflow live`;
   $('trace').href = `trace?run=${run}`;
+  $('minute').href = `trace?run=${run}&part=minute`;
   restart(runs[run].name, beside === null ? '' : runs[beside].name);
   drawGraph(await ask('graph', {run}));
   useRun(run);
@@ -40,6 +41,7 @@ function header(now) {
   say(reading, `reading the run's metrics: ${Math.round(now.read * 100)}%`);
   sawStep(last);
   steerLive(now.state === 'under way');
+  $('minute').hidden = !now.has_minute;
   $('trace').hidden = !now.has_trace;
   $('no-trace').hidden = now.has_trace;
 }

@@ -24,8 +24,12 @@ RESERVED = ("reset", "get_reward")
 """Methods of an environment that are no tools."""
 
 
+class NoTurnLeft(Exception):
+    """The run answers no more calls of this rollout."""
+
+
 def ask(place: str, body: dict[str, Any]) -> Any:
-    """What the endpoint answers."""
+    """What the endpoint answers. Raises NoTurnLeft."""
     root = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     request = urllib.request.Request(f"{root}{place}", json.dumps({"model": "policy", **body}).encode(), headers)
@@ -34,6 +38,8 @@ def ask(place: str, body: dict[str, Any]) -> Any:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         said = error.read().decode("utf-8", "replace")
+        if '"rollout_over"' in said:
+            raise NoTurnLeft(said) from None
         raise RuntimeError(f"the run refuses a call with status {error.code}: {said}") from None
 
 
@@ -120,6 +126,20 @@ def rolled_out(function: Any, row: dict[str, Any], settings: dict[str, Any]) -> 
     return output[settings["gives"]][0] if settings.get("gives") else None
 
 
+def messages_in(prompt: str) -> Any:
+    """The chat that a prompt is the JSON of; any other text as it is.
+
+    >>> messages_in('[{"role": "user", "content": "2+2="}]'), messages_in("[1, 2] has how many numbers?")
+    ([{'role': 'user', 'content': '2+2='}], '[1, 2] has how many numbers?')
+    """
+    try:
+        found = json.loads(prompt)
+    except ValueError:
+        return prompt
+    is_chat = isinstance(found, list) and found and all(isinstance(each, dict) and "role" in each for each in found)
+    return found if is_chat else prompt
+
+
 def played(world: Any, row: dict[str, Any], rounds: int) -> Any:
     """Reset an environment, let the policy call its methods, and ask it for the reward."""
     from transformers.utils import get_json_schema
@@ -132,26 +152,39 @@ def played(world: Any, row: dict[str, Any], rounds: int) -> Any:
     methods = inspect.getmembers(world, inspect.ismethod)
     tools = {name: method for name, method in methods if name not in RESERVED and not name.startswith("_")}
     schemas = [get_json_schema(tool) for tool in tools.values()]
-    for left in range(rounds, -1, -1):
-        message = ask("/v1/chat/completions", {"messages": messages, "tools": schemas})["choices"][0]["message"]
-        calls = message.get("tool_calls") or []
-        if not calls or not left:
-            break
-        messages.append({key: value for key, value in message.items() if value is not None})
-        for call in calls:
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result_of(tools, call)})
-    reward = world.get_reward() if hasattr(world, "get_reward") else None
-    return asyncio.run(reward) if inspect.isawaitable(reward) else reward
+    with asyncio.Runner() as runner:
+        for left in range(rounds, -1, -1):
+            try:
+                answer = ask("/v1/chat/completions", {"messages": messages, "tools": schemas})
+            except NoTurnLeft:
+                break  # its reward is that of the world as it was left
+            message = answer["choices"][0]["message"]
+            calls = message.get("tool_calls") or []
+            if not calls or not left:
+                break
+            messages.append({key: value for key, value in message.items() if value is not None})
+            for call in calls:
+                result = result_of(tools, call, runner)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        return waited_for(world.get_reward(), runner) if hasattr(world, "get_reward") else None
 
 
-def result_of(tools: dict[str, Any], call: dict[str, Any]) -> str:
+def waited_for(value: Any, runner: asyncio.Runner) -> Any:
+    """What a method returned, or the coroutine that it returned returns."""
+
+    async def wait() -> Any:
+        return await value
+
+    return runner.run(wait()) if inspect.isawaitable(value) else value
+
+
+def result_of(tools: dict[str, Any], call: dict[str, Any], runner: asyncio.Runner) -> str:
     """What a call came to; what a tool raises is told to the policy."""
     name = call["function"]["name"]
     try:
         if name not in tools:
             raise ValueError(f"Tool {name} not found.")
-        result = tools[name](**json.loads(call["function"]["arguments"]))
-        return str(asyncio.run(result) if inspect.isawaitable(result) else result)
+        return str(waited_for(tools[name](**json.loads(call["function"]["arguments"])), runner))
     except Exception as error:
         return str({"error": str(error)})
 
@@ -162,8 +195,7 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)  # what else is printed is no result
     place, settings = arguments[0], json.loads(arguments[1])
     row = json.loads(sys.stdin.readline())
-    if str(row["prompt"]).startswith("["):
-        row["prompt"] = json.loads(row["prompt"])
+    row["prompt"] = messages_in(row["prompt"])
     found = loaded(place)
     if settings["kind"] == "rollout_func":
         reward = rolled_out(found, row, settings)

@@ -16,6 +16,7 @@ _KILL, _ALLOW = 0x80000000, 0x7FFF0000
 _NOT_PERMITTED, _UNKNOWN = 0x00050000 | 1, 0x00050000 | 38  # EPERM, ENOSYS
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _CLONE_THREAD = 0x00010000
+_CLONE_NAMESPACES = 0x7E020080  # mount, control groups, host name, IPC, users, processes, network, time
 _LAST = 450
 """The last system call that this file knows; later ones are unknown to the process too."""
 
@@ -42,6 +43,8 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "init_module": (175, 105), "finit_module": (313, 273), "syslog": (103, 116), "modify_ldt": (154, None),
 }  # fmt: skip
 _CLONE, _CLONE3, _KILL_CALL, _THREAD_KILL, _LIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (302, 261)
+_PROGRAMS = ("fork", "vfork", "execve", "execveat", "tkill")
+"""What starting programs takes, and ending them."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
@@ -66,29 +69,36 @@ def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, threads: int) -> No
         resource.setrlimit(resource.RLIMIT_NPROC, (threads + 8, threads + 8))
 
 
-def refuse_calls() -> None:
-    """Have the kernel refuse system calls of this process, for good; OSError where it cannot."""
+def refuse_calls(*, programs: bool = False) -> None:
+    """Have the kernel refuse system calls of this process, for good; OSError where it cannot.
+
+    programs: it may start programs, and signal them."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(f"no filter of system calls is known for {machine}, only for {list(_ARCHITECTURES)}")
-    program = rules(machine, os.getpid())
+    program = rules(machine, os.getpid(), programs=programs)
     code = ctypes.create_string_buffer(program, len(program))
     whole = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     _prctl(_SET_NO_NEW_PRIVILEGES, 1)
     _prctl(_SET_SECCOMP, _FILTER, ctypes.create_string_buffer(whole, len(whole)))
 
 
-def rules(machine: str, pid: int) -> bytes:
-    """The filter as a program of the kernel's packet filter (seccomp(2)); `pid`: the process that it may signal."""
+def rules(machine: str, pid: int, *, programs: bool = False) -> bytes:
+    """The filter as a program of the kernel's packet filter (seccomp(2)); `pid`: the process that it may signal.
+
+    programs: it may start programs, none of them in namespaces of its own, and signal all that it sees."""
     column, architecture = _ARCHITECTURES[machine]
     steps = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
     steps += [(_LOAD, 0, 0, _NUMBER_AT), (_ABOVE, 0, 1, _LAST), (_RETURN, 0, 0, _UNKNOWN)]
-    for numbers in _REFUSED.values():
-        if (number := numbers[column]) is not None:
+    for name, numbers in _REFUSED.items():
+        if (number := numbers[column]) is not None and not (programs and name in _PROGRAMS):
             steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _NOT_PERMITTED)]
     steps += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _UNKNOWN)]  # libc then takes clone
     only = ((_CLONE, _ANY_BIT, _CLONE_THREAD), (_KILL_CALL, _EQUAL, pid), (_THREAD_KILL, _EQUAL, pid))
-    for numbers, test, wanted in (*only, (_LIMIT, _EQUAL, 0)):
+    if programs:
+        steps += [(_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _ARGUMENTS_AT)]
+        steps += [(_ANY_BIT, 0, 1, _CLONE_NAMESPACES), (_RETURN, 0, 0, _NOT_PERMITTED), (_RETURN, 0, 0, _ALLOW)]
+    for numbers, test, wanted in (*(() if programs else only), (_LIMIT, _EQUAL, 0)):
         steps += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, _ARGUMENTS_AT)]
         steps += [(test, 1, 0, wanted), (_RETURN, 0, 0, _NOT_PERMITTED), (_RETURN, 0, 0, _ALLOW)]
     steps.append((_RETURN, 0, 0, _ALLOW))

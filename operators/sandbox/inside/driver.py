@@ -129,7 +129,7 @@ class SandboxRun:
         ready = os.pipe()
         if (pid := os.fork()) == 0:
             try:
-                _keep(streams, (*kept, ready[1]))
+                keep_files(streams, (*kept, ready[1]))
                 cage.go_dark()
                 cage.limit(**self._limits["cage"])
                 cage.refuse_calls()
@@ -211,7 +211,7 @@ class SandboxRun:
         return ended
 
 
-def _keep(streams: tuple[int, ...], kept: tuple[int, ...]) -> None:
+def keep_files(streams: tuple[int, ...], kept: tuple[int, ...]) -> None:
     """Have these descriptors as standard streams, keep those, and close all others."""
     for place, fd in enumerate(streams):
         os.dup2(fd, place)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     Keep = Callable[[Any], int]
     Fetch = Callable[[int], Any]
 
-_SIZE = struct.Struct("<I")
+_SIZE = FRAME = struct.Struct("<I")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 _SERIES: dict[bytes, type] = {b"l": list, b"t": tuple, b"e": set, b"z": frozenset}

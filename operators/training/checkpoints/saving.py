@@ -222,7 +222,7 @@ class CheckpointSaver:
         trained = range(self.kept_step + 1, step + 1)
         facts = {"step": step, "version": step, "node": context.node}
         mark = {TEMPORARY: True} if is_temporary else {}
-        with contextlib.ExitStack() as opened:
+        with context.span("checkpoint"), contextlib.ExitStack() as opened:
             folder = opened.enter_context(checkpoints.writing(step, node=context.node, version=step, **mark))
             checkpoint.prepare(folder)
             staged = self.learner.everywhere(checkpoint.stage, folder=folder, deadline_s=context.limits.checkpoint_s)[0]

@@ -5,7 +5,7 @@ Axis suffixes as in `operators.training.learner.packing`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,23 +36,26 @@ class NewLogprobs:
             found |= zip(ids, np.split(values, np.frombuffer(plain["ends"], np.int64))[:-1], strict=True)
         return cls(found)
 
-    def beside(self, records: pa.RecordBatch) -> pa.RecordBatch:
+    def beside(self, groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
         """Rows with the column `new_logprobs`, where they have none: by token of the rollout, 0 where the mask is false
         and null where the token was not trained; null for a rollout that did not go through the model."""
-        if NEW_LOGPROBS in records.schema.names:
-            return records
-        known = [self.rollouts.get(number) for number in records.column(ROLLOUT_ID).to_pylist()]
-        lengths = list_lengths(records.column(TOKENS))
+        if not groups or NEW_LOGPROBS in groups[0].schema.names:
+            return list(groups)
+        known = [self.rollouts.get(number) for each in groups for number in each.column(ROLLOUT_ID).to_pylist()]
+        lengths = np.concatenate([list_lengths(each.column(TOKENS)) for each in groups])
+        masks = np.concatenate([flat(each.column(MASK)) for each in groups])
         is_null = np.array([each is None for each in known], bool)
-        ends = np.cumsum(np.where(is_null, 0, lengths))
         values = np.concatenate([np.zeros(0, np.float32), *(each for each in known if each is not None)])
-        given = ~flat(records.column(MASK))[np.repeat(~is_null, lengths)]
-        untrained = np.isnan(values)
-        numbers = pa.array(np.where(given, np.float32(0), values), mask=untrained & ~given)
-        offsets = pa.array(np.r_[0, ends].astype(np.int32), mask=np.r_[is_null, False])
-        column = pa.ListArray.from_arrays(offsets, numbers)
-        schema = records.schema.append(pa.field(NEW_LOGPROBS, column.type))
-        return pa.RecordBatch.from_arrays([*records.columns, column], schema=schema)
+        given = ~masks[np.repeat(~is_null, lengths)]
+        numbers = pa.array(np.where(given, np.float32(0), values), mask=np.isnan(values) & ~given)
+        ends = np.r_[0, np.cumsum(np.where(is_null, 0, lengths))].astype(np.int32)
+        column = pa.ListArray.from_arrays(pa.array(ends, mask=np.r_[is_null, False]), numbers)
+        schema = groups[0].schema.append(pa.field(NEW_LOGPROBS, column.type))
+        firsts = np.cumsum([0, *(each.num_rows for each in groups)]).tolist()
+        return [
+            pa.RecordBatch.from_arrays([*each.columns, column.slice(first, each.num_rows)], schema=schema)
+            for each, first in zip(groups, firsts, strict=False)
+        ]
 
 
 def told(*, learner: Learner, rank: int, ranks: int) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatc
         if computed is None or NEW_LOGPROBS not in rows.schema.names:
             continue
         bare = rows.select([name for name in rows.schema.names if name != NEW_LOGPROBS])
-        now, was = computed.beside(bare).column(NEW_LOGPROBS), rows.column(NEW_LOGPROBS)
+        now, was = computed.beside([bare])[0].column(NEW_LOGPROBS), rows.column(NEW_LOGPROBS)
         found = (found or 0) + sum(
             _differing(*pair) for pair in zip(now.to_pylist(), was.to_pylist(), strict=True) if pair[0] != pair[1]
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.folder.faults import Faults, read_faults
+from dataflow.folder.recent import WORK
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import Trace, merge
 from dataflow.scheduler.execute import take
@@ -69,7 +70,7 @@ def test_lines_that_are_torn_or_no_maps_are_counted_and_passed_over(tmp_path: Pa
 def test_a_trace_that_a_crash_tore_is_merged_without_its_torn_lines(tmp_path: Path, told: list[str]) -> None:
     folder = RunFolder(RunFolder.create(tmp_path, "test").path, Extras(told.append))
     trace = Trace("a-0")
-    trace.add("a", 1.0, 2.0)
+    trace.add("a", WORK, 1.0, 2.0)
     trace.write(folder)
     whole = (folder.logs / "a-0.trace").read_text()
     (folder.logs / "b-0.trace").write_text(f'{whole}["a-0", "a", 1.0]\n["a-0", "a", "x", null]\n["a-0", "a", 3.')

@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+from dataflow.folder.recent import WORK
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.spans import Spans
 from dataflow.folder.trace import Trace, merge
@@ -13,7 +14,7 @@ def test_spans_of_all_processes_stand_in_one_trace_that_starts_at_zero(tmp_path:
     folder = RunFolder.create(tmp_path, "test")
     for process, begin in {"generator-0": 100.5, "trainer-0": 100.0}.items():
         trace = Trace(process)
-        trace.add(process[:-2], begin, begin + 0.25)
+        trace.add(process[:-2], WORK, begin, begin + 0.25)
         trace.write(folder)
     merge(folder)
     events = json.loads(folder.trace.read_text())["traceEvents"]
@@ -28,9 +29,9 @@ def test_spans_of_all_processes_stand_in_one_trace_that_starts_at_zero(tmp_path:
 def test_neighbouring_spans_are_joined(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "test")
     trace = Trace("a-0")
-    trace.add("a", 0.0, 1.0)
-    trace.add("b", 0.5, 1.5)
-    trace.add("a", 1.0001, 2.0)
+    trace.add("a", WORK, 0.0, 1.0)
+    trace.add("b", WORK, 0.5, 1.5)
+    trace.add("a", WORK, 1.0001, 2.0)
     trace.write(folder)
     merge(folder)
     events = [e for e in json.loads(folder.trace.read_text())["traceEvents"] if e["ph"] == "X"]

@@ -1,6 +1,7 @@
-"""The demo with its page open in a browser: what goes on is seen, and the page stops it."""
+"""The demo with its page open in a browser: what goes on is seen, and the page changes it and stops it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from rigs.browsing.chromium import Browser, browser, program
 
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
+from dataflow.records import GROUP_ID
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,6 +76,44 @@ def changed(page: Browser) -> None:
               "[...e.cells].some(cell => cell.textContent == '2'))", 60)  # fmt: skip
 
 
+def swapped(page: Browser) -> None:
+    """Another reward from the page; its mark is seen there, and rollouts that it has judged."""
+    page.ask(PICK % "reward")
+    page.wait("document.querySelector('#steer-node h3').textContent.includes('reward')")
+    page.ask("document.querySelector('#steer-node input[placeholder]').value = 'no_such_module:reward'")
+    page.ask("document.querySelector('#steer-node input[placeholder]').form.requestSubmit()")
+    page.wait("document.getElementById('confirm').open")
+    page.ask("document.getElementById('confirm-do').click()")
+    page.wait("document.getElementById('confirm-answer').className == 'bad'", 90)
+    assert "no_such_module" in seen(page, "confirm-answer")
+    page.ask("document.getElementById('confirm-cancel').click()")
+    page.ask("document.querySelector('#steer-node input[placeholder]').value = 'shifted_rewards:shifted'")
+    page.ask("document.querySelector('#steer-node input[placeholder]').form.requestSubmit()")
+    assert "'reward' is 'shifted_rewards:shifted' from now on" in confirmed(page)
+    marked = "[...document.querySelectorAll('.chart .m-swap title')].some(e => e.textContent.includes('%s'))"
+    page.wait(marked % "shifted_rewards", 60)
+    page.wait(marked % "lr", 60)
+    chart = "[...document.querySelectorAll('.chart')].find(e => e.querySelector('.name').textContent == 'reward_mean')"
+    page.wait(f"+{chart}.querySelector('.value').textContent >= {SHIFT}", 120)
+
+
+def traced(page: Browser) -> set[str]:
+    """What stands in the trace of the last minute, by the names of its spans and marks."""
+    page.wait("!document.getElementById('minute').hidden", 60)
+    text = page.ask("fetch(document.getElementById('minute').href).then(answer => answer.text())")
+    events = [event for event in json.loads(text)["traceEvents"] if event["ph"] in "Xi"]
+    assert max(event["ts"] + event.get("dur", 0) for event in events) <= 61e6
+    return {str(event["name"]) for event in events}
+
+
+SHIFT = 10.0
+REWARDS = f"""from dataflow import scorer
+
+@scorer
+def shifted(completion: str, answer: str) -> float:
+    return {SHIFT} + (completion.strip() == answer)
+"""
+DONE = {"generator", "reward", "trainer", "take weights", "forward and backward", "optimizer", "offer weights"}
 PICK = """(name => { const node = [...document.querySelectorAll('#stage .node')].find(e =>
   e.getAttribute('aria-label').split(':')[0] == name);
   if (!node.classList.contains('picked')) node.dispatchEvent(new MouseEvent('click')); })('%s')"""
@@ -83,7 +123,9 @@ PICK = """(name => { const node = [...document.querySelectorAll('#stage .node')]
 def test_the_demo_is_watched_and_stopped_from_its_page(tmp_path: Path) -> None:
     program_ = [sys.executable, "-m", "graphs.sorting", "--steps", "100000", "--eval-every", "10",
                 "--runs", str(tmp_path / "runs"), "--policy", str(tmp_path / "policy")]  # fmt: skip
-    with subprocess.Popen(program_, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as running:
+    (tmp_path / "shifted_rewards.py").write_text(REWARDS)
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
+    with subprocess.Popen(program_, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=where) as running:
         try:
             latest = tmp_path / "runs" / "latest"
             deadline = time.monotonic() + 240
@@ -100,13 +142,17 @@ def test_the_demo_is_watched_and_stopped_from_its_page(tmp_path: Path) -> None:
                         page.look_like(1280, 900)
                         page.open(url)
                         driven(page)
+                        assert traced(page) >= DONE
                         changed(page)
+                        swapped(page)
+                        assert any(name.startswith("reward = shifted_rewards") for name in traced(page))
                         page.ask("document.getElementById('stop-run').click()")
                         confirmed(page)
                         page.wait("document.getElementById('state').textContent == 'stopped'", 120)
                         page.wait("!document.getElementById('requests').hidden", 60)
                         assert "from the live page" in seen(page, "request-rows")
-                        assert not page.troubles
+                        assert traced(page) >= DONE
+                        assert all("409 (Conflict)" in each and "api/steer" in each for each in page.troubles)
                 finally:
                     server.send_signal(signal.SIGINT)
             assert running.wait(120) == 0
@@ -115,4 +161,12 @@ def test_the_demo_is_watched_and_stopped_from_its_page(tmp_path: Path) -> None:
     folder = RunFolder.open(latest)
     asked: list[Any] = [json.loads(line) for line in (folder.path / "requests.jsonl").read_text().splitlines()]
     assert "stop" in asked[-1]["request"] and not asked[-1]["refused"]
-    assert verify(folder.path).clean
+    verdict = verify(folder.path)
+    assert verdict.clean and any("shifted_rewards:shifted" in note for note in verdict.notes), verdict
+    by_group: dict[int, set[bool]] = {}
+    for step, _ in folder.rollouts_of().files("step"):
+        rows = folder.rollouts_of().read(step)
+        for group, reward in zip(rows[GROUP_ID].to_pylist(), rows["reward"].to_pylist(), strict=True):
+            by_group.setdefault(group, set()).add(reward >= SHIFT)
+    assert {len(judges) for judges in by_group.values()} == {1}, "no group is judged by both"
+    assert {True, False} == set.union(*by_group.values())

@@ -97,6 +97,14 @@ def test_those_at_work_are_counted_and_those_on_their_way_are_noted(scene: Scene
     assert (scene.generator.replicas, scene.generator.note) == (1, "4 rollouts, v3")
 
 
+def test_failures_are_noted_by_cause_over_all_replicas_and_attempts(scene: Scene) -> None:
+    one, other = beat("live", 10, 1.0), beat("live", 20, 2.0)
+    one["nodes"]["generator"]["status"] |= {"failed": 3, "failed_hung": 2, "failed_raised": 1}
+    other["nodes"]["generator"]["status"] |= {"failed": 2, "failed_hung": 2, "retried": 4}
+    scene.note(0.0, generator_0=one, generator_1=other)
+    assert scene.generator.note == "8 rollouts, v3, 5 failed (4 hung, 1 raised), 4 tried again"
+
+
 def test_what_a_replica_did_before_it_left_still_counts_and_its_end_is_not_the_node_s(scene: Scene) -> None:
     scene.note(0.0, generator_0=beat("live", 0, 0.0), generator_1=beat("live", 0, 0.0))
     scene.note(1.0, generator_0=beat("live", 10, 0.5), generator_1=beat("live", 10, 0.5))
@@ -113,6 +121,16 @@ def test_a_node_is_busy_as_its_replicas_are_on_the_mean_however_many_there_were(
     left = {name: beat("left", 0, 2.0, ended=True) for name in ("generator_1", "generator_2")}
     scene.note(4.0, generator_0=beat("live", 0, 4.0), **left)
     assert scene.watch.busy_seconds["generator"] == pytest.approx(4.0)
+
+
+def test_what_a_node_s_own_processes_have_of_its_work_is_counted_like_it(scene: Scene) -> None:
+    for at in (0.0, 2.0):
+        told = {"generator_0": beat("live", 0, at), "generator_1": beat("live", 0, at)}
+        for each in told.values():
+            each["nodes"]["generator"]["seconds"]["beside"] = at / 2
+        scene.note(at, **told)
+    assert scene.watch.busy_seconds["generator"] == pytest.approx(2.0)
+    assert scene.watch.beside_seconds["generator"] == pytest.approx(1.0)
 
 
 def test_a_node_whose_worker_is_away_is_told_as_restarting(scene: Scene) -> None:

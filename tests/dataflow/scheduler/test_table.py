@@ -59,6 +59,16 @@ def test_how_things_stand_is_what_the_attempt_under_way_says() -> None:
     assert (away["rows_in"], away["ended"], away["blocked"]) == (5, False, False)
 
 
+def test_failures_of_an_attempt_count_by_cause_after_it() -> None:
+    first, second = heartbeat(5, 1.0), heartbeat(1, 1.0)
+    first.nodes["node"].status.update({"failed": 3, "failed_hung": 3, "retried": 1})
+    second.nodes["node"].status.update({"failed": 1, "failed_raised": 1})
+    status = together(together({}, first), second)["nodes"]["node"]["status"]
+    assert {name: status[name] for name in status if name.startswith("failed") or name == "retried"} == {
+        "failed": 4, "failed_hung": 3, "failed_raised": 1, "retried": 1,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("status", "said"),
     [(-9, "died (SIGKILL)"), (3, "ended with status 3"), (0, "ended with status 0"), (None, "for an unknown reason")],

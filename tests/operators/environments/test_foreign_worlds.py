@@ -144,6 +144,36 @@ def test_a_rollout_func_is_told_what_it_cannot_have_and_held_to_what_was_drawn(m
         beside_trl.rolled_out(lambda prompts, trainer: trainer.model, {"prompt": "a"}, SETTINGS)
 
 
+def called(*turns: list[str]) -> Any:
+    """A policy that calls tools in each turn, without arguments, until it has no turn left."""
+    left = list(turns)
+
+    def ask(place: str, body: dict[str, Any]) -> Any:
+        ask.heard = [each["content"] for each in body["messages"]]  # type: ignore[attr-defined]
+        if not left:
+            raise beside_trl.NoTurnLeft
+        calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in left.pop(0)]
+        return {"choices": [{"message": {"role": "assistant", "content": "", "tool_calls": calls}}]}
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("turns", "rounds", "found"),
+    [([["look", "nothing"], []], 8, 0.0), ([["look"], ["look"]], 8, 0.0), ([["look"], ["look"]], 1, 0.0)],
+    ids=["it calls no more", "it has no turn left", "it has no round left"],
+)
+def test_an_environment_in_a_program_is_called_until_an_end_and_then_asked_for_its_reward(
+    turns: list[list[str]], rounds: int, found: float, monkeypatch: Any
+) -> None:
+    ask = called(*turns)
+    monkeypatch.setattr(beside_trl, "ask", ask)
+    row = {"prompt": json.loads(CHAT), "target": 3}
+    assert beside_trl.played(Counter(), row, rounds) == found
+    results = {8: ["0", "{'error': 'Tool nothing not found.'}"] if len(turns[0]) > 1 else ["0", "0"], 1: ["0"]}[rounds]
+    assert [each for each in ask.heard[1:] if each] == results and ask.heard[0] == "Go. Count to 3."
+
+
 def episode(*rewards: float | None, ok: bool = True, errors: Any = ()) -> Any:
     values = {str(at): None if each is None else SimpleNamespace(value=each) for at, each in enumerate(rewards)}
     trace = SimpleNamespace(rewards=values, errors=[], agent=SimpleNamespace(trainable=True))

@@ -12,6 +12,6 @@ def test_functions_that_wait_for_the_policy_are_not_at_work(isolate: bool, share
     runtime = object.__new__(EpisodesRuntime)
     runtime.__dict__ |= {
         "_worlds": SimpleNamespace(open_calls=6), "_asked": dict.fromkeys("ab"), "_at_once": 8,
-        "_episode": SimpleNamespace(isolate=isolate),
+        "_episode": SimpleNamespace(works_beside=isolate),
     }  # fmt: skip
     assert runtime.beside() == share

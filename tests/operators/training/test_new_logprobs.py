@@ -27,7 +27,7 @@ def test_each_trained_token_has_the_log_probability_that_it_had_before_the_updat
     rows = [row for records in groups for row in records.to_pylist()]
     wanted = [reference_logprobs(module, row["tokens"], row["mask"]).tolist() for row in rows]
     found = trained(learner, *groups)
-    columns = [value for records in groups for value in found.beside(records).column("new_logprobs").to_pylist()]
+    columns = [value for records in groups for value in found.beside([records])[0].column("new_logprobs").to_pylist()]
     for row, values, expected in zip(rows, columns, wanted, strict=True):
         assert len(values) == len(row["tokens"])
         assert [value for value, chosen in zip(values, row["mask"], strict=True) if not chosen] == [0.0] * (
@@ -42,15 +42,17 @@ def test_what_did_not_go_through_the_model_has_none() -> None:
     still, mixed = group(0, advantages=[0.0] * 3), group(1, advantages=[1.0, 0.0, -1.0])
     first = [{**row, "mask": [True] * len(row["mask"])} for row in group(2, advantages=[1.0, -1.0, 0.5]).to_pylist()]
     whole = pa.RecordBatch.from_pylist(first, schema=mixed.schema)
-    assert trained(learner, still).beside(still).column("new_logprobs").null_count == 3, "nothing was computed at all"
+    assert trained(learner, still).beside([still])[0].column("new_logprobs").null_count == 3, (
+        "nothing was computed at all"
+    )
     found = trained(learner, still, mixed, whole)
-    assert found.beside(still).column("new_logprobs").null_count == 3
-    column = found.beside(mixed).column("new_logprobs").to_pylist()
+    assert found.beside([still])[0].column("new_logprobs").null_count == 3
+    column = found.beside([mixed])[0].column("new_logprobs").to_pylist()
     assert [value is None for value in column] == [False, True, False]
-    for values in found.beside(whole).column("new_logprobs").to_pylist():
+    for values in found.beside([whole])[0].column("new_logprobs").to_pylist():
         assert values[0] is None and None not in values[1:], "nothing stands before the first token"
-    given = found.beside(mixed)
-    assert found.beside(given) is given, "a column that rows have stays"
+    given = found.beside([mixed])[0]
+    assert found.beside([given]) == [given], "a column that rows have stays"
 
 
 def test_the_file_of_a_step_has_them_and_its_ratios_are_the_step_s(tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_a_trainer_that_does_not_keep_them_writes_rows_as_they_came(tmp_path: Pa
 def test_tokens_that_come_out_otherwise_are_counted() -> None:
     groups = [group(number, size=3, advantages=[1.0, -1.0, 0.5]) for number in range(2)]
     found = trained(tiny_learner(tiny_trainer()), *groups)
-    kept = [found.beside(records) for records in groups]
+    kept = found.beside(groups)
     assert other_logprobs(found, kept) == 0
     again = trained(tiny_learner(tiny_trainer(), tiny_llama(seed=1)), *groups)
     assert other_logprobs(again, kept) == sum(sum(row["mask"]) for records in groups for row in records.to_pylist())

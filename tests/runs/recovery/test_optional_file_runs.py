@@ -27,8 +27,9 @@ ALSO = (
     "trace-1.json",
     "logs/trainer-0.log",
     "logs/trainer-0.trace",
+    "logs/inline-0.recent-0.jsonl",
 )
-"""What runs of several processes leave, or doctors."""
+"""What runs leave as they go on, or end in several processes, or doctors."""
 KNOWN = {"config.json", "graph.json", "graph.svg", "metrics.jsonl", "times.json", "trace.json", "curve.svg", *ALSO}
 
 

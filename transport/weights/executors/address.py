@@ -25,7 +25,7 @@ RELEASE_S = 1.0
 Socket = zmq.Socket[bytes]
 
 
-class Endpoint:
+class LocalAddress:
     """An address of the form ipc:///folder/name.sock, or tcp://127.0.0.1:port.
 
     A lock on a file beside the socket, or in `folder`, makes one process its owner; the kernel lets a dead one's go."""

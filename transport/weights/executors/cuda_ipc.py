@@ -28,7 +28,7 @@ import zmq
 from transport.codec import Codec
 from transport.errors import MessageError
 from transport.weights.errors import SegmentError
-from transport.weights.executors.address import Endpoint, flock
+from transport.weights.executors.address import LocalAddress, flock
 from transport.weights.executors.device_memory import DeviceMemory, Handle, departing
 from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.memory.ports import ReaderPort, ReaderSegment, WriterPort
@@ -244,7 +244,7 @@ def _unpacked(payload: torch.Tensor) -> BufferHandle:
         ) from None
 
 
-def _owned(place: Endpoint) -> bool:
+def _owned(place: LocalAddress) -> bool:
     """Whether a live writer has the address."""
     try:
         lock = os.open(place.lock_path, os.O_RDONLY | os.O_CLOEXEC)

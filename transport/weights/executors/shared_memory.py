@@ -25,7 +25,7 @@ import torch
 
 from transport.errors import MessageError
 from transport.weights.errors import SegmentError
-from transport.weights.executors.address import Endpoint, Socket, arrived, flock, sent
+from transport.weights.executors.address import LocalAddress, Socket, arrived, flock, sent
 from transport.weights.protocol.messages import CODEC, Message, ReaderMessage, WriterMessage
 
 HEADER_BYTES = mmap.PAGESIZE
@@ -40,11 +40,11 @@ class SharedMemory:
     def __init__(self, address: str, *, folder: str | Path | None = None, family: str | None = None) -> None:
         """`folder`: where the segments lie, /dev/shm where there is one; the same for writer and readers. `family`: an
         address by whose name readers know the segments of several writers, each at an address of its own."""
-        self.place = Endpoint(address, folder)
+        self.place = LocalAddress(address, folder)
         self._known = self.place.prefix
         """With which the names of segments begin that a reader opens."""
         if family is not None:
-            self._known = Endpoint(family, folder).prefix
+            self._known = LocalAddress(family, folder).prefix
             self.place.prefix = self._known + self.place.prefix
 
     @property
@@ -169,7 +169,7 @@ class _Ear:
 
 
 class _WriterPort:
-    def __init__(self, place: Endpoint, socket: Socket, lock: int) -> None:
+    def __init__(self, place: LocalAddress, socket: Socket, lock: int) -> None:
         self.socket: Socket | None = socket
         self._place, self._socket, self._lock = place, socket, lock
         self._ear = _Ear(socket)
@@ -194,7 +194,7 @@ class _WriterPort:
 class _ReaderPort:
     """A reader's end (`ports.ReaderPort`)."""
 
-    def __init__(self, place: Endpoint, socket: Socket, known: str) -> None:
+    def __init__(self, place: LocalAddress, socket: Socket, known: str) -> None:
         self.socket: Socket | None = socket
         self._place, self._socket, self._known = place, socket, known
         self._at = place.url

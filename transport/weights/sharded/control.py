@@ -17,7 +17,7 @@ import zmq
 from transport.errors import MessageError
 from transport.numbered import Numbered, first_session
 from transport.security import RunKeys
-from transport.weights.executors.address import Endpoint, HostAddress, arrived, sent
+from transport.weights.executors.address import HostAddress, LocalAddress, arrived, sent
 from transport.weights.protocol.messages import (
     CODEC,
     FormGroup,
@@ -77,7 +77,7 @@ class CoordinatorSocket:
                 """Where it is heard."""
                 undo.callback(place.release)
             else:
-                local = Endpoint(address)
+                local = LocalAddress(address)
                 undo.callback(local.release, local.claim())
                 folder, self.address = Path(f"{local.lock_path}.groups"), local.url
                 shutil.rmtree(folder, ignore_errors=True)
@@ -120,7 +120,7 @@ class MemberSocket:
     def __init__(self, address: str, keys: RunKeys | None = None, seek: Callable[[], str] = lambda: "") -> None:
         """`seek`: where the coordinator is now; empty where nobody knows."""
         self._address, self._seek, self._numbered = address, seek, Numbered()
-        self.socket = (Endpoint(address) if keys is None else HostAddress(address, keys)).connected()
+        self.socket = (LocalAddress(address) if keys is None else HostAddress(address, keys)).connected()
 
     def follow(self) -> None:
         """Turn to where the coordinator is, if that is elsewhere."""

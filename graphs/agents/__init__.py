@@ -1,0 +1,1 @@
+"""Agent programs as somebody else wrote them: they import nothing of this project."""

@@ -1,0 +1,56 @@
+"""A small Llama learns to find a number, in games of a program that calls OpenAI's API, or Anthropic's, and no more.
+
+python -m graphs.played_by_programs --client anthropic
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from dataflow import Graph, Model, main, scorer
+from graphs.tasks import guess as task
+from operators import Endpoint, Evaluate, Generator, Prompts, Trainer, agent
+from operators.credit import advantage
+from operators.losses import aipo
+from operators.warm_start import warm_start
+
+STEPS = 40
+NUMBERS, TURNS = 8, 3
+AGENTS = Path(__file__).with_name("agents")
+
+
+@scorer(isolate=False)
+def reward(guess: float) -> float:
+    """What the program says that the game came to."""
+    return guess
+
+
+def build(
+    *, client: Literal["openai", "anthropic"] = "openai", python: str = "python", policy: str = "policies/played",
+    max_staleness: int = 2, rho: float = 4.0, lr: float = 1e-3, eval_every: int = 20,
+) -> Graph:  # fmt: skip
+    """Train a policy that guesses carelessly. client: whose package the program uses. python: its interpreter."""
+    folder = warm_start(
+        policy, examples=task.examples(60_000, seed=0, numbers=NUMBERS, turns=TURNS), alphabet=task.ALPHABET, layers=3,
+        width=96, heads=4, steps=300, seed=0, learning_rate=2e-3,
+    )  # fmt: skip
+    task.lay_out_chats(folder)
+    g, model = Graph("played_by_programs"), Model(str(folder))
+    columns = ("secret", "turns")
+    prompts = Prompts(task.games(20_000, NUMBERS, TURNS, seed=1), columns=columns, shuffle_seed=0)
+    unseen = task.games(256, NUMBERS, TURNS, seed=2, held_out=True)
+    held_out = Prompts(unseen, columns=columns, name="held_out", group_size=1)
+    generator = Endpoint(Generator(model, group_size=8, max_tokens=task.MAX_TOKENS))
+    trainer = Trainer(model, loss=partial(aipo, rho=rho), prompts_per_step=8, lr=lr, normalize="rollouts")
+    guess = agent(
+        f"{python} {AGENTS}/guess_with_{client}.py", name="guess", columns=columns, returns=float, imports=[client]
+    )
+
+    trainer(advantage(reward(guess(generator, g.source(prompts)))))
+    Evaluate(every_steps=eval_every)(reward(guess(generator, g.source(held_out))))
+    g.feedback(trainer.weights, generator.generator, max_staleness=max_staleness)
+    return g
+
+
+if __name__ == "__main__":
+    main(build, steps=STEPS)

@@ -1,0 +1,1 @@
+"""Agents that nobody rewrites: programs whose calls of a model are answered by the generator of a run."""

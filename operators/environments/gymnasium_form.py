@@ -1,0 +1,84 @@
+"""Environments of Gymnasium: actions are read from what the policy says, as the action space has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from operators.environments.session import InvalidAction, Seen, worded
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+def make(name: str, *, actions: Sequence[str] = (), **options: Any) -> GymnasiumSession:
+    """`gymnasium.make(name, **options)`.
+
+    actions: words for the actions of a discrete space, in its order; none: its numbers."""
+    import gymnasium
+
+    return GymnasiumSession(gymnasium.make(name, **options), tuple(actions))
+
+
+class GymnasiumSession:
+    """One environment, in this process."""
+
+    def __init__(self, env: Any, actions: tuple[str, ...]) -> None:
+        self._env, self._actions = env, actions
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
+        """As `Session.reset`; the task's `options` are those of Gymnasium."""
+        observation, _ = self._env.reset(seed=seed, options=task.get("options"))
+        return Seen(raw=observation, text=worded(observation))
+
+    def read(self, said: str) -> Any:
+        """The last word of `actions`, or the last number, in a turn; the last list of numbers for a space of arrays."""
+        from gymnasium import spaces
+
+        space = self._env.action_space
+        match space:
+            case spaces.Discrete() if self._actions:
+                places = {word: said.rfind(word) for word in self._actions}
+                word = max(places, key=lambda each: (places[each], len(each)))
+                action: Any = int(space.start) + self._actions.index(word) if places[word] >= 0 else None
+                wanted = f"one of {', '.join(self._actions)}"
+            case spaces.Discrete():
+                numbers = _NUMBER.findall(said)
+                action = int(numbers[-1]) if numbers else None
+                wanted = f"a number from {space.start} to {space.start + space.n - 1}"
+            case spaces.Text():
+                action, wanted = said.strip(), str(space)
+            case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
+                action, wanted = _array(said, space), f"a list of numbers for {space}"
+            case _:
+                raise TypeError(
+                    f"actions are {space}, which no text is read as; give environment(..., action=function)"
+                )
+        if action is None or not space.contains(action):
+            raise InvalidAction(f"That is no action; say {wanted}.")
+        return action
+
+    async def step(self, action: Any) -> Seen:
+        """As `Session.step`."""
+        observation, reward, terminated, truncated, _ = self._env.step(action)
+        return Seen(
+            raw=observation, text=worded(observation), reward=reward, terminated=bool(terminated),
+            truncated=bool(truncated),
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """As `Session.close`."""
+        self._env.close()
+
+
+def _array(said: str, space: Any) -> Any:
+    """The last list in a text as an array of a space; None where there is none."""
+    import numpy as np
+
+    for found in reversed(re.findall(r"\[[^\[\]]*\]", said)):
+        try:
+            return np.asarray(json.loads(found), space.dtype).reshape(space.shape)
+        except (ValueError, TypeError, OverflowError):
+            continue
+    return None

@@ -1,0 +1,118 @@
+"""Servers of OpenEnv over their WebSocket: one connection is one environment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from dataflow.errors import WorldFailed
+from operators.environments.session import ANSWER_BYTES, InvalidAction, Seen, worded
+from operators.session_pool import NoRoom
+
+_BUSY_STATUS = (429, 503)
+
+
+async def connect(url: str, *, field: str | None = None, **options: Any) -> OpenEnvSession:
+    """A connection to ws://HOST or http://HOST. Raises NoRoom where the server has no session to spare.
+
+    Args:
+        field: of the action, that holds what the policy says; None: the one text that the server's schema asks for.
+        options: of each reset, beside the seed.
+    """
+    from websockets.asyncio.client import connect as open_socket
+    from websockets.exceptions import InvalidStatus
+
+    root = url.rstrip("/").replace("http", "ws", 1) if url.startswith("http") else url.rstrip("/")
+    try:
+        # Nobody is pinged: one that computes, or a policy that thinks, may be silent for as long as it takes.
+        socket = await open_socket(
+            f"{root.removesuffix('/ws')}/ws", ping_interval=None, max_size=ANSWER_BYTES, close_timeout=2.0
+        )
+    except InvalidStatus as error:
+        if error.response.status_code in _BUSY_STATUS:
+            raise NoRoom from error
+        raise
+    session = OpenEnvSession(socket, field, options)
+    try:
+        with contextlib.suppress(InvalidAction, WorldFailed):
+            await session.ask("state")
+        if field is None:
+            session.field = await asyncio.to_thread(_text_field, f"{root.removesuffix('/ws').replace('ws', 'http', 1)}")
+    except BaseException:
+        await session.close()
+        raise
+    return session
+
+
+class OpenEnvSession:
+    """One environment on the server, for as long as the connection stands."""
+
+    def __init__(self, socket: Any, field: str | None, options: Mapping[str, Any]) -> None:
+        self._socket, self.field, self._options = socket, field, dict(options)
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
+        """As `Session.reset`; all that the task says goes along."""
+        return _seen(await self.ask("reset", {**self._options, **task, "seed": seed}))
+
+    def read(self, said: str) -> Any:
+        """An action that the policy wrote as JSON, or what it said as the one text of the action."""
+        with contextlib.suppress(ValueError):
+            action = json.loads(said)
+            if isinstance(action, dict):
+                return action
+        if self.field is None:
+            raise InvalidAction("That is no action; write it as a JSON object.")
+        return {self.field: said}
+
+    async def step(self, action: Any) -> Seen:
+        """As `Session.step`."""
+        return _seen(await self.ask("step", action))
+
+    async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """One request and its answer. Raises NoRoom, InvalidAction, or WorldFailed, as the server says."""
+        from websockets.exceptions import ConnectionClosed
+
+        with contextlib.suppress(ConnectionClosed):  # what the server said before it closed is there to be read
+            await self._socket.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": dict(data)}))
+        answer = json.loads(await self._socket.recv())
+        found: dict[str, Any] = answer.get("data") or {}
+        if answer.get("type") != "error":
+            return found
+        match found.get("code"):
+            case "CAPACITY_REACHED":
+                raise NoRoom(found.get("message"))
+            case "VALIDATION_ERROR" if kind == "step":
+                raise InvalidAction(f"That is no action; {found.get('message', '')} {found.get('errors', '')}".strip())
+            case code:
+                raise WorldFailed(f"the server could not {kind}; found {code}: {found.get('message')!r:.200}")
+
+    async def close(self) -> None:
+        """As `Session.close`."""
+        with contextlib.suppress(Exception):
+            await self._socket.send(json.dumps({"type": "close"}))
+        await self._socket.close()
+
+
+def _seen(data: Mapping[str, Any]) -> Seen:
+    observation, facts = data.get("observation") or {}, data.get("metadata") or {}
+    cut = bool(data.get("truncated") or facts.get("truncated") or facts.get("TimeLimit.truncated"))
+    return Seen(
+        raw=observation, text=worded(observation) if observation else "", reward=data.get("reward"),
+        terminated=bool(data.get("done")) and not cut, truncated=cut,
+    )  # fmt: skip
+
+
+def _text_field(root: str) -> str | None:
+    """The one text that an action must have, as /schema says; None where it says otherwise, or nothing."""
+    try:
+        with urllib.request.urlopen(f"{root}/schema", timeout=5.0) as answer:
+            action = json.loads(answer.read(ANSWER_BYTES))["action"]
+        kinds = action["properties"]
+        needed = [name for name in action.get("required", ()) if kinds[name].get("type") == "string"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return needed[0] if len(needed) == 1 else None

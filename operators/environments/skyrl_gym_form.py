@@ -1,0 +1,74 @@
+"""Environments of SkyRL-gym: a row makes each, and what it says are messages."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dataflow.errors import WorldFailed
+from operators.environments.session import Seen
+
+
+def make(name: str, *, env_config: Any = None, **options: Any) -> SkyRLGymSession:
+    """Environments of this id; each reset makes one of the row, as `extras`, and of `env_config`."""
+    import skyrl_gym
+
+    def made(extras: Mapping[str, Any]) -> Any:
+        return skyrl_gym.make(name, env_config=env_config, extras={**options, **extras})
+
+    return SkyRLGymSession(made)
+
+
+class SkyRLGymSession:
+    """One environment at a time, in a thread of its own: many of these wait for searches and programs."""
+
+    def __init__(self, made: Callable[[Mapping[str, Any]], Any]) -> None:
+        self._made = made
+        self._env: Any = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="skyrl-gym")
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
+        """As `Session.reset`; the task is the row."""
+        prompt = task.get("prompt") or []
+        await self._in_thread(self._begin, task)
+        messages, _ = await self._in_thread(lambda: self._env.init([dict(each) for each in prompt]))
+        if messages[: len(prompt)] != prompt:
+            raise WorldFailed(
+                f"the environment writes the prompt anew; found {str(messages)[:200]}; give rows with the prompt that "
+                f"it wants to see"
+            )
+        return self._seen(messages[len(prompt) :], {})
+
+    def read(self, said: str) -> str:
+        """The turn as it was said."""
+        return said
+
+    async def step(self, action: str) -> Seen:
+        """As `Session.step`. What was sampled stays: an environment that rewrites a turn fails."""
+        found = await self._in_thread(lambda: self._env.step(action))
+        if found.get("postprocessed_action") not in (None, action):
+            raise WorldFailed(
+                f"the environment rewrites what the policy said; found {found['postprocessed_action']!r:.200}; let "
+                f"the generator stop there: Generator(stop=...)"
+            )
+        return self._seen(found["observations"], found)
+
+    async def close(self) -> None:
+        """As `Session.close`."""
+        if self._env is not None:
+            await self._in_thread(self._env.close)
+        self._thread.shutdown(wait=False)
+
+    def _begin(self, task: Mapping[str, Any]) -> None:
+        if self._env is not None:
+            self._env.close()
+        self._env = self._made(task)
+
+    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def _seen(self, messages: Any, found: Mapping[str, Any]) -> Seen:
+        text = "\n".join(str(each["content"]) for each in messages)
+        return Seen(raw=messages, text=text, reward=found.get("reward"), terminated=bool(found.get("done")))

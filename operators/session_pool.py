@@ -1,0 +1,219 @@
+"""A pool of sessions of one environment: started ahead, lent to one episode at a time, renewed, all given back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
+
+from dataflow.errors import WorldFailed
+
+_CLOSE_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+
+
+class NoRoom(Exception):
+    """Raised by what starts a session where as many as there may be are at work: it is tried again, and no failure."""
+
+
+class Closable(Protocol):
+    """What a pool asks of a session."""
+
+    async def close(self) -> None:
+        """Give back what it holds."""
+
+
+S = TypeVar("S", bound=Closable)
+
+
+def to_start(*, waiting: int, ahead: int, idle: int, starting: int, held: int, most: int) -> int:
+    """How many sessions to start now.
+
+    waiting: borrowers without one. held: sessions that are lent or are being closed.
+
+    >>> to_start(waiting=1, ahead=2, idle=0, starting=0, held=0, most=8)  # one to lend, two ahead
+    3
+    >>> to_start(waiting=5, ahead=2, idle=0, starting=1, held=6, most=8)  # no more than there may be
+    1
+    """
+    return max(0, min(waiting + ahead, most - held) - idle - starting)
+
+
+class SessionPool(Generic[S]):
+    """Lends the sessions of one event loop.
+
+    consumes: borrowers, by `lend`
+    produces: a session for each; never more than `most` at once, those that are idle, starting or closing counted
+    waits for: a session that is given back, or that has started
+    unblocked by: either, or `patience_s`
+    """
+
+    def __init__(
+        self, start: Callable[[], Awaitable[S]], *, name: str, most: int, ahead: int = 0, uses: int | None = None,
+        patience_s: float = 30.0, start_s: float = 30.0, sound: tuple[type[BaseException], ...] = (),
+    ) -> None:  # fmt: skip
+        """Start nothing yet.
+
+        Args:
+            start: starts a session; raises NoRoom where there is no place for it now.
+            name: what messages call the environment.
+            most: sessions at once.
+            ahead: of them those that are started before anybody asks, from the first borrower on.
+            uses: how often a session is lent before it is renewed; None: as long as it is sound.
+            patience_s: seconds that a borrower waits.
+            start_s: seconds for one start.
+            sound: what a borrower may raise that says nothing against its session; all else renews it.
+        """
+        self._start, self._name = start, name
+        self._most, self._ahead, self._uses = most, ahead, uses
+        self._patience_s, self._start_s, self._sound = patience_s, start_s, sound
+        self._idle: deque[tuple[S, int]] = deque()
+        """And how often each was lent."""
+        self._waiting: deque[asyncio.Future[tuple[S, int]]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._starts: set[asyncio.Task[None]] = set()
+        """Of these, those that start a session."""
+        self._starting = self._held = 0
+        self._is_failing = self._is_closed = False
+        self.started = self.renewed = 0
+        """Sessions that were started; those of them that were given up for another."""
+
+    @property
+    def open(self) -> int:
+        """Sessions that there are, those that are starting or closing counted."""
+        return len(self._idle) + self._starting + self._held
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[S]:
+        """A session for the body of an `async with`; where the body fails it is given up, and another one started.
+
+        Raises WorldFailed where none is free within `patience_s`, or none can be started."""
+        session, uses = await self._borrowed()
+        is_sound = False
+        try:
+            yield session
+            is_sound = True
+        except self._sound:
+            is_sound = True
+            raise
+        finally:
+            self._give_back(session, uses + 1, is_sound)
+
+    async def close(self) -> None:
+        """Close what is idle, and give up what is starting; what is lent is closed when it comes back."""
+        self._is_closed = True
+        for task in self._starts:
+            task.cancel()
+        for waiting in self._waiting:
+            waiting.cancel()
+        while self._idle:
+            self._held += 1
+            self._later(self._end(self._idle.popleft()[0]))
+        await asyncio.sleep(0)  # who is cancelled in this moment gives back what it had
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def kept(self) -> None:
+        """Wait for the end of the event loop, which cancels this, and close."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.close()
+
+    async def _borrowed(self) -> tuple[S, int]:
+        waiting: asyncio.Future[tuple[S, int]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        self._serve()
+        limit = asyncio.timeout(self._patience_s)
+        try:
+            async with limit:
+                return await waiting
+        except BaseException as error:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                self._give_back(*waiting.result(), is_sound=True)  # it came when nobody waited for it any more
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise WorldFailed(
+                    f"no session of '{self._name}' was free within {self._patience_s:g} s; found {self._held} of "
+                    f"{self._most} at work; let the environment serve more at once, or ask for fewer with sessions="
+                ) from None
+            raise
+
+    def _serve(self) -> None:
+        """Hand out what is idle, and start what is missing."""
+        self._waiting = deque(waiting for waiting in self._waiting if not waiting.done())
+        while self._idle and self._waiting:
+            self._held += 1
+            self._waiting.popleft().set_result(self._idle.popleft())
+        ahead = 0 if self._is_failing else self._ahead
+        missing = to_start(
+            waiting=len(self._waiting), ahead=ahead, idle=len(self._idle), starting=self._starting, held=self._held,
+            most=self._most,
+        )  # fmt: skip
+        for _ in range(0 if self._is_closed else missing):
+            self._starting += 1
+            task = self._later(self._begin())
+            self._starts.add(task)
+            task.add_done_callback(self._starts.discard)
+
+    async def _begin(self) -> None:
+        """Start a session; where there is no room for it, again as long as somebody waits. Who waits first hears why it
+        cannot be; after that none is started ahead until one has started."""
+        session, pause_s = None, _FIRST_PAUSE_S
+        try:
+            while session is None:
+                try:
+                    async with asyncio.timeout(self._start_s):
+                        session = await self._start()
+                except NoRoom:
+                    if all(waiting.done() for waiting in self._waiting):
+                        break
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        except Exception as error:
+            self._refuse(error)
+        finally:
+            self._starting -= 1
+            self._is_failing = session is None
+            if session is not None:
+                self.started += 1
+                self._held += 1
+                self._give_back(session, 0, is_sound=True)
+            self._serve()
+
+    def _refuse(self, error: Exception) -> None:
+        waiting = next((each for each in self._waiting if not each.done()), None)
+        if waiting is not None:
+            late = f"it was not there within {self._start_s:g} s" if isinstance(error, TimeoutError) else ""
+            found = late or f"{type(error).__name__}: {error}"
+            waiting.set_exception(
+                WorldFailed(f"no session of '{self._name}' could be started; found {found}; look at the environment")
+            )
+
+    def _give_back(self, session: S, uses: int, is_sound: bool) -> None:
+        if is_sound and not self._is_closed and (self._uses is None or uses < self._uses):
+            self._held -= 1
+            self._idle.append((session, uses))
+            self._serve()
+            return
+        self.renewed += not self._is_closed
+        self._later(self._end(session))
+
+    async def _end(self, session: S) -> None:
+        try:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_CLOSE_S):
+                    await session.close()
+        except asyncio.CancelledError:  # the event loop ends: the session is closed all the same
+            self._held += 1
+            self._later(self._end(session))
+        finally:
+            self._held -= 1
+            self._serve()
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,158 @@
+"""The tools of an episode: what the policy is told of them, and whose call is whose; made once, in the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from operators.chat.chat_format import ChatError, ChatFormat, Message
+from operators.chat.function_tools import definitions_of
+from operators.chat.text_calls import TextCalls
+from operators.chat.tool_calls import CallFormat, format_of
+from operators.session_pool import SessionPool
+from operators.tools.threads import ToolThreads
+from operators.tools.toolset import ToolSession, Toolset
+
+GRACE_S = 5.0
+"""For a session to end a call by itself, behind the limit of the call."""
+PATIENCE_S = 900.0
+"""For a session that is free: rollouts give theirs back when they end, and may wait for the policy until then."""
+
+
+class Toolbox:
+    """Definitions, the format of calls, and by name who makes a call; in each process its threads and sessions."""
+
+    def __init__(
+        self, tools: Sequence[Any], *, calls: TextCalls | None, form: ChatFormat | None, timeout_s: float,
+        characters: int, turn_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        """Ask toolsets for what they have, and find how the policy writes calls. Raises GraphError.
+
+        calls: how calls are written as text; None: as the chat template has them. timeout_s: of one call. turn_s: for
+        all calls of a turn.
+        """
+        self.timeout_s, self.characters, self.turn_s = timeout_s, characters, turn_s
+        self.toolsets: list[Toolset] = [tool for tool in tools if isinstance(tool, Toolset)]
+        functions = [tool for tool in tools if not isinstance(tool, Toolset)]
+        own = definitions_of(functions)
+        theirs = [toolset.definitions() for toolset in self.toolsets]
+        self.definitions = [*own, *(each for some in theirs for each in some)]
+        names = [each["function"]["name"] for each in self.definitions]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ChatError(f"two tools have one name; found {twice} twice; leave one of them out, or rename it")
+        self.functions: dict[str, Callable[..., Any]] = {
+            each["function"]["name"]: function for each, function in zip(own, functions, strict=True)
+        }
+        self.owners: dict[str, int] = {each["function"]["name"]: at for at, some in enumerate(theirs) for each in some}
+        self.layout = calls
+        self.calls = _format(calls, form)
+        self._threads: ToolThreads | None = None
+        self._pools: list[SessionPool[ToolSession]] = []
+        self._shared: dict[int, asyncio.Task[ToolSession]] = {}
+
+    @property
+    def in_template(self) -> Sequence[Message]:
+        """The definitions, where the chat template is to lay them out."""
+        return self.definitions if self.layout is None else ()
+
+    def threads(self) -> ToolThreads:
+        """Those of this process."""
+        if self._threads is None:
+            self._threads = ToolThreads()
+        return self._threads
+
+    def pool(self, at: int) -> SessionPool[ToolSession]:
+        """That of this process, of a toolset by its place."""
+        if not self._pools:
+            self._pools = [
+                SessionPool(
+                    toolset.open, name=type(toolset).__name__, most=toolset.at_once, ahead=toolset.ahead,
+                    uses=toolset.uses, patience_s=PATIENCE_S,
+                )
+                for toolset in self.toolsets
+            ]  # fmt: skip
+        return self._pools[at]
+
+    async def shared(self, at: int) -> ToolSession:
+        """The session that all rollouts of this process have. Raises WorldFailed where none can be had; the next who
+        asks tries again."""
+        task = self._shared.get(at)
+        if task is None:
+            task = self._shared[at] = asyncio.create_task(_opened(self.toolsets[at]))
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            self._shared.pop(at, None)
+            raise
+
+    async def lose(self, at: int, session: ToolSession) -> None:
+        """A session that all had has failed: who asks next gets another."""
+        task = self._shared.get(at)
+        if task is not None and task.done() and task.result() is session:
+            del self._shared[at]
+            await session.close()
+
+    async def close(self) -> None:
+        """Close all sessions of this process."""
+        shared, self._shared = self._shared, {}
+        for task in shared.values():
+            with contextlib.suppress(Exception):
+                await (await task).close()
+        pools, self._pools = self._pools, []
+        for pool in pools:
+            await pool.close()
+
+
+def tool_faults(tools: Sequence[Any], calls: TextCalls | None, *, is_chat: bool) -> list[str]:
+    """What is wrong with an episode's tools, as far as that can be seen without a tokenizer."""
+    found = list(calls.faults()) if calls is not None else []
+    for tool in tools:
+        if isinstance(tool, Toolset):
+            found += tool.faults()
+        elif not callable(tool) or inspect.isclass(tool):
+            found.append(f"{tool!r:.60} is no tool; give a function with type hints and a docstring, or a toolset")
+        else:
+            found += _unhinted(tool)
+    if tools and calls is None and not is_chat:
+        found.append(
+            "there are tools, but the generator has no chat template that says how they are called; "
+            "give the episode calls=TextCalls(...), or Generator(chat=True)"
+        )
+    if calls is not None and not tools:
+        found.append(f"there is {calls!r:.60}, but no tool that could be called; give tools=[...]")
+    return found
+
+
+def _unhinted(function: Callable[..., Any]) -> list[str]:
+    name = getattr(function, "__name__", repr(function))
+    parameters = inspect.signature(function).parameters.values()
+    bare = [each.name for each in parameters if each.annotation is each.empty]
+    odd = [
+        str(each) for each in parameters if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)
+    ]
+    if bare or odd:
+        return [f"tool '{name}' has {[*bare, *odd]}, which no schema describes; give each parameter a name and a hint"]
+    if not inspect.getdoc(function):
+        return [f"tool '{name}' has no docstring; say what it does, and what each parameter is under \"Args:\""]
+    return []
+
+
+async def _opened(toolset: Toolset) -> ToolSession:
+    return await toolset.open()
+
+
+def _format(calls: TextCalls | None, form: ChatFormat | None) -> CallFormat:
+    if calls is not None:
+        return calls.format()
+    assert form is not None, "the graph was checked"
+    known = format_of(form)
+    if known is None or not form.takes_tools:
+        raise ChatError(
+            f"the chat template of '{form.name}' writes calls of tools in no known format; found "
+            f"{form.calls!r:.80}; give the episode calls=TextCalls(...), and tell of the tools in a message"
+        )
+    return known

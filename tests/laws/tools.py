@@ -1,0 +1,56 @@
+"""The laws of tools that policies call in episodes."""
+
+from .changes import always, condition, instead, never, without
+from .law import Law
+
+TOOLS = (
+    Law(
+        "what a tool raises is told to the policy",
+        "test_what_goes_wrong_in_a_call_is_told_to_the_policy[[fetch('raise')]-error: KeyError: 'nothing there']",
+        "operators.tools.hands:ToolHands._result",
+        instead("raise", "ValueError"),
+        "the telling",
+    ),
+    Law(
+        "a tool that has died is no reward, whatever the episode's function makes of it",
+        "test_what_a_tool_fails_in_is_told_and_a_tool_that_dies_is_no_reward",
+        "operators.episodes.worlds:_prepare",
+        never("hands", "failure"),
+        "what the tools remember of it",
+    ),
+    Law(
+        "a policy hears no more of a call than it may",
+        "test_a_long_answer_is_cut",
+        "operators.tools.hands:shown",
+        always("len"),
+        "the bound",
+    ),
+    Law(
+        "no more sessions are alive than there may be",
+        "test_no_more_sessions_are_alive_than_there_may_be_and_the_clock_rests_meanwhile",
+        "operators.session_pool:to_start",
+        instead("return waiting", "waiting", "most"),
+        "the bound",
+    ),
+    Law(
+        "calls that never come back are no tool any more",
+        "test_calls_that_never_come_back_are_no_tool_any_more",
+        "operators.tools.threads:ToolThreads.call",
+        never("_lost", "_most"),
+        "the count of them",
+    ),
+    Law(
+        "between two commands nothing in a sandbox runs",
+        "test_nothing_runs_between_two_commands",
+        "operators.sandbox.inside.session:main",
+        without("SIGSTOP"),
+        "the signal that stops them",
+    ),
+    Law(
+        "what takes more memory than it may ends its sandbox, and the policy is told",
+        "test_too_much_memory_ends_the_sandbox_and_the_model_is_told",
+        "operators.sandbox.session:KeptSandbox._watched",
+        condition("False", "limit", "count"),
+        "the look at its memory",
+    ),
+)

@@ -1,0 +1,142 @@
+"""Programs are started, bounded, and ended with all that they started, whoever dies."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rigs.machine import wait_until
+
+from operators.agents.host_line import EndedProgram, HostLine
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def line() -> Iterator[HostLine]:
+    made = HostLine(sys.executable, [])
+    yield made
+    made.close()
+
+
+def start(line: HostLine, number: int, *argv: str, **order: Any) -> None:
+    given = {"argv": argv, "env": {"KEY": f"key-{number}"}, "without": ["HOME"], "marker": f"key-{number}",
+             "input": "a line\n", "memory_mb": None, "output_bytes": 1 << 20}  # fmt: skip
+    line.start(number, given | order)
+
+
+def ended(line: HostLine, count: int) -> dict[int, EndedProgram]:
+    found: dict[int, EndedProgram] = {}
+    deadline = time.monotonic() + WAIT_S
+    while len(found) < count and time.monotonic() < deadline:
+        select.select([line], [], [], 0.1)
+        found |= {each.number: each for each in line.ended() or ()}
+    assert len(found) == count
+    return found
+
+
+def sleeping(seconds: int) -> list[int]:
+    """Processes that sleep for so long, which no other test does."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline() == ["sleep", str(seconds)] and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def test_a_program_is_told_and_says_and_its_end_is_known(line: HostLine) -> None:
+    start(line, 0, "cat")
+    start(line, 1, "sh", "-c", "echo first; echo '{\"a\": 1}'; echo; echo why >&2; exit 3")
+    start(line, 2, "no-such-program-anywhere")
+    start(line, 3, "sh", "-c", "kill -9 $$")
+    start(line, 4, "sh", "-c", "echo $KEY-${HOME:-none}")
+    found = ended(line, 5)
+    assert (found[0].status, found[0].last) == (0, "a line")
+    assert (found[1].status, found[1].last, found[1].errors) == (3, '{"a": 1}', "why\n")
+    assert found[2].status == 127 and "FileNotFoundError" in found[2].errors
+    assert found[3].status == -9
+    assert found[4].last == "key-4-none"
+
+
+def test_a_program_that_says_too_much_is_ended(line: HostLine) -> None:
+    start(line, 0, "sh", "-c", "yes")
+    start(line, 1, "sh", "-c", "yes >&2")
+    assert all(each.is_too_much and each.status == -9 for each in ended(line, 2).values())
+
+
+def test_nothing_is_left_of_a_program_that_has_ended(line: HostLine) -> None:
+    """What it started in other groups and sessions neither; programs that run keep theirs."""
+    start(line, 0, "sh", "-c", "setsid sleep 20101 & sleep 20101 & wait")
+    start(line, 1, "sh", "-c", "sleep 20102 & (setsid sleep 20102 &) ; setsid sleep 20102 & sleep 0.2; echo over")
+    wait_until(lambda: len(sleeping(20101)) == 2, WAIT_S)
+    assert ended(line, 1)[1].last == "over"
+    assert not sleeping(20102) and len(sleeping(20101)) == 2
+    line.stop(0)
+    assert ended(line, 1)[0].status == -signal.SIGTERM
+    assert not sleeping(20101)
+
+
+def test_a_program_that_does_not_end_when_asked_is_killed(line: HostLine) -> None:
+    start(line, 0, "sh", "-c", "trap '' TERM; sleep 20103; sleep 20103")
+    wait_until(lambda: bool(sleeping(20103)), WAIT_S)
+    line.stop(0)
+    assert ended(line, 1)[0].status == -9 and not sleeping(20103)
+
+
+def test_a_program_that_takes_more_memory_than_it_may_fails(line: HostLine) -> None:
+    start(line, 0, sys.executable, "-c", "a = bytearray(400 << 20); print(len(a))", memory_mb=200)
+    assert ended(line, 1)[0].errors.strip().endswith("MemoryError")
+
+
+def test_programs_are_forks_of_what_they_import_and_none_draws_as_another(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import random, sys\n"
+        "print(sys.stdin.read().strip(), __name__, sys.argv[1:], 'plistlib' in sys.modules, random.random())\n"
+        "sys.exit('in the end')\n"
+    )
+    line = HostLine(sys.executable, ["plistlib"])
+    try:
+        for number in range(2):
+            start(line, number, sys.executable, str(script), "argument")
+        found = ended(line, 2)
+    finally:
+        line.close()
+    assert all(each.last.startswith("a line __main__ ['argument'] True ") for each in found.values())
+    assert all((each.status, each.errors) == (1, "in the end\n") for each in found.values())
+    assert found[0].last != found[1].last
+
+
+def test_when_the_process_that_starts_programs_dies_they_end_and_others_can_be_started(line: HostLine) -> None:
+    start(line, 0, "sh", "-c", "setsid sleep 20104 & sleep 20104")
+    wait_until(lambda: len(sleeping(20104)) == 2, WAIT_S)
+    os.kill(line.pid, signal.SIGKILL)
+    wait_until(lambda: line.ended() is None, WAIT_S)
+    line.restart()
+    assert not sleeping(20104)
+    start(line, 1, "echo", "again")
+    assert ended(line, 1)[1].last == "again"
+
+
+def test_programs_end_when_their_owner_does() -> None:
+    owner = (
+        "import sys, time; from operators.agents.host_line import HostLine; line = HostLine(sys.executable, []);"
+        "order = {'env': {}, 'without': [], 'marker': 'x', 'input': '', 'memory_mb': None, 'output_bytes': 100};"
+        "line.start(0, {'argv': ['sh', '-c', 'setsid sleep 20105 & sleep 20105'], **order}); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", owner])
+    try:
+        wait_until(lambda: len(sleeping(20105)) == 2, WAIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not sleeping(20105), WAIT_S)

@@ -1,0 +1,160 @@
+"""OpenEnv and NeMo-Gym over their wires, against servers that speak as theirs do and count their sessions."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rigs.worlds.servers import Served, nemo_gym, openenv
+from test_playing import Spoken
+
+from dataflow.errors import WorldFailed
+from operators.environments import environment
+from operators.environments.declaration import PlayedEnvironment
+
+
+def played(world: PlayedEnvironment, chat: Spoken, task: dict[str, Any]) -> float:
+    return asyncio.run(bounded(world, chat, task))
+
+
+async def bounded(world: PlayedEnvironment, chat: Spoken, task: dict[str, Any]) -> float:
+    async with asyncio.timeout(30):
+        value: float = await world(chat, prompt="", task=json.dumps(task))
+        return value
+
+
+def until(true: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < 20
+        time.sleep(0.01)
+
+
+def all_are_back(served: Served) -> None:
+    until(lambda: served.open == 0)
+
+
+class TestOpenEnv:
+    @pytest.fixture(autouse=True)
+    def there(self) -> None:
+        pytest.importorskip("websockets", reason="websockets is not installed; pip install dataflow-rl[openenv]")
+
+    def world(self, served: Served, **knobs: Any) -> PlayedEnvironment:
+        return environment(f"openenv:{served.url}", **{"options": {"field": "message"}, "timeout_s": 5.0, **knobs})
+
+    def test_an_episode_is_a_connection(self) -> None:
+        with openenv() as served:
+            chat = Spoken(["a", '{"message": "z"}', "b"])
+            assert played(self.world(served), chat, {"seed": 7, "turns": 3}) == 2.0
+            all_are_back(served)
+        assert chat.heard == ["7=", "a=", "z=", "b="] and chat.rewards == [1.0, 0.0, 1.0]
+        assert served.resets == [{"seed": 7, "turns": 3}]
+
+    def test_a_full_server_is_waited_for(self) -> None:
+        from websockets.asyncio.client import connect
+
+        async def work(served: Served) -> float:
+            async with connect(f"{served.url}/ws"):  # somebody else's session
+                waiting = asyncio.ensure_future(bounded(self.world(served), Spoken(["a", "b"]), {"seed": 7}))
+                while served.refused < 2 and not waiting.done():
+                    await asyncio.sleep(0.01)
+                assert not waiting.done(), waiting
+            return await waiting
+
+        with openenv(capacity=1) as served:
+            assert asyncio.run(work(served)) == 2.0
+            all_are_back(served)
+        assert served.most == 1
+
+    def test_a_ping_missed_in_a_long_generation_closes_no_session(self) -> None:
+        class Slow(Spoken):
+            async def say(self, *, max_tokens: int | None = None) -> str:
+                await asyncio.sleep(0.5)  # some of the server's pings
+                return await super().say(max_tokens=max_tokens)
+
+        with openenv(ping_s=0.1) as served:
+            assert played(self.world(served), Slow(["a", "b"]), {"seed": 7}) == 2.0
+            all_are_back(served)
+
+    def test_an_action_that_the_server_does_not_take_is_the_policys_to_mend(self) -> None:
+        with openenv() as served:
+            chat = Spoken(['{"message": 4}', "a", "b"])
+            assert played(self.world(served), chat, {"seed": 7}) == 2.0
+            all_are_back(served)
+        assert chat.heard[1].startswith("That is no action; Invalid message")
+
+    @pytest.mark.parametrize(
+        ("said", "found"),
+        [
+            ("die", r"could not go on; found ConnectionClosed"),
+            ("mute", r"could not go on; found no answer within 0.5 s"),
+            ("shout", r"could not go on; found ConnectionClosedError.*too big"),
+            ("broken", r"the server could not step; found EXECUTION_ERROR: 'no disk'"),
+        ],
+    )
+    def test_a_server_that_fails_is_the_worlds_failure_and_the_session_comes_back(self, said: str, found: str) -> None:
+        with openenv() as served:
+            with pytest.raises(WorldFailed, match=found):
+                played(self.world(served, timeout_s=0.5 if said == "mute" else 20.0), Spoken([said]), {"seed": 7})
+            all_are_back(served)
+
+    def test_a_server_that_is_not_there_is_named(self) -> None:
+        with pytest.raises(WorldFailed, match=r"no session of 'openenv:ws://127.0.0.1:9' could be started"):
+            played(environment("openenv:ws://127.0.0.1:9"), Spoken(["a"]), {"seed": 7})
+
+
+ROW = {
+    "responses_create_params": {"input": [{"role": "user", "content": "add 1, then 2"}]},
+    "initial_count": 3, "expected_count": 6,
+}  # fmt: skip
+
+
+class TestNemoGym:
+    @pytest.fixture(autouse=True)
+    def there(self) -> None:
+        pytest.importorskip("httpx", reason="httpx is not installed; pip install dataflow-rl[nemo-gym]")
+
+    def world(self, served: Served, **knobs: Any) -> PlayedEnvironment:
+        return environment(f"nemo-gym:{served.url}", **{"timeout_s": 10.0, **knobs})
+
+    def test_tools_are_run_and_the_whole_trajectory_is_verified(self) -> None:
+        def call(count: int) -> str:
+            return f'<tool_call>{{"name": "increment", "arguments": {{"count": {count}}}}}</tool_call>'
+
+        with nemo_gym() as served:
+            chat = Spoken([call(1), f"so: {call(2)}", "it is 6"])
+            assert played(self.world(served), chat, ROW) == 1.0
+            all_are_back(served)
+        assert chat.heard == ['{"success":true}', '{"success":true}'] and chat.rewards == [0.0, 0.0, 1.0]
+        routes = [route for route, _ in served.bodies]
+        assert routes == ["/seed_session", "/increment", "/increment", "/verify"]
+        verified = served.bodies[-1][1]
+        assert {key: verified[key] for key in ROW} == ROW
+        kinds = [item["type"] for item in verified["response"]["output"]]
+        assert kinds == [
+            "function_call",
+            "function_call_output",
+            "message",
+            "function_call",
+            "function_call_output",
+            "message",
+        ]
+
+    def test_a_tool_that_is_not_there_is_the_policys_to_read(self) -> None:
+        with nemo_gym() as served:
+            chat = Spoken(['<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "no"])
+            assert played(self.world(served), chat, ROW) == 0.0
+        assert chat.heard == ["Not Found"]
+
+    def test_steps_have_rewards_and_the_session_is_closed_where_the_server_says_so(self) -> None:
+        with nemo_gym() as served:
+            chat = Spoken(["a", "z"])
+            assert played(self.world(served, options={"protocol": "step"}), chat, ROW) == 1.0
+            assert chat.heard == ["deal", "a=", "z="] and chat.rewards == [1.0, 0.0]
+            all_are_back(served)
+
+    def test_a_tool_that_breaks_is_the_worlds_failure(self) -> None:
+        with nemo_gym() as served, pytest.raises(WorldFailed, match=r"tool break failed; found status 500: 'no disk'"):
+            played(self.world(served), Spoken(['<tool_call>{"name": "break", "arguments": {}}</tool_call>']), ROW)

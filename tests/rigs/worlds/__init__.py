@@ -1,0 +1,1 @@
+"""Environments of the tests' own, and servers of such."""
