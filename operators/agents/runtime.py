@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from dataflow.model import Model
 from dataflow.records import AnyArray
 from dataflow.runtime import Context as RunContext
 from dataflow.scoring.process import Asked

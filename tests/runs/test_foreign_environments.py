@@ -70,7 +70,7 @@ def test_trls_documented_environment_is_trained_in(counter: Path, tmp_path: Path
     """It draws its own task, and `reset` returns the prompt."""
     file = documented(tmp_path, "DATAFLOW_TRL_CHECKOUT", "docs/source/grpo_trainer.md", "IncrementEnv")
     world = trl_environment(named(f"{file}:IncrementEnv", "IncrementEnv", "environment"), rounds=2)
-    _, rows = trained(counter, world, Prompts([{"prompt": messages("")}] * 8), tmp_path)
+    _, rows = trained(counter, world, Prompts([{"prompt": json.loads(messages(""))}] * 8, chat=True), tmp_path)
     for row in rows.to_pylist():
         turns, mask = np.array(row["turn"]), np.array(row["mask"])
         assert row["reward"] in (0.0, 1.0) and max(turns) == 2 and (mask == (turns >= 0)).all()

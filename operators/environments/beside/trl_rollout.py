@@ -142,7 +142,7 @@ def messages_in(prompt: str) -> Any:
 
 def played(world: Any, row: dict[str, Any], rounds: int) -> Any:
     """Reset an environment, let the policy call its methods, and ask it for the reward."""
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     prompt = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
