@@ -53,8 +53,8 @@ class RunService(Service):
         others = sorted(set(request.stop_tokens) - self._ends_of_turns)
         if others:
             raise bad(
-                "stop_token_ids", f"a turn of a run ends at strings, and at {sorted(self._ends_of_turns)} anyway; found ids "
-                f"{others}; send stop=[...]", "unsupported_parameter",
+                "stop_token_ids", f"a turn of a run ends at strings, and at {sorted(self._ends_of_turns)} anyway; "
+                f"found ids {others}; send stop=[...]", "unsupported_parameter",
             )  # fmt: skip
         stop = tuple(dict.fromkeys([*request.stop, *self._stop]))
         return super().begin(request.with_(stop=stop, stop_tokens=()), session)
