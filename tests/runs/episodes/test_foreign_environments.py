@@ -73,8 +73,9 @@ def test_trls_documented_environment_is_trained_in(counter: Path, tmp_path: Path
     _, rows = trained(counter, world, Prompts([{"prompt": json.loads(messages(""))}] * 8, chat=True), tmp_path)
     for row in rows.to_pylist():
         turns, mask = np.array(row["turn"]), np.array(row["mask"])
-        assert row["reward"] in (0.0, 1.0) and max(turns) == 2 and (mask == (turns >= 0)).all()
+        assert row["reward"] in (0.0, 1.0) and max(turns) <= 2 and (mask == (turns >= 0)).all()
         assert "Increment the counter by" not in row["completion"]
+    assert max(max(turns) for turns in rows.column("turn").to_pylist()) == 2
 
 
 def test_a_dictionary_of_environments_shows_each_row_its_own_tools(counter: Path, tmp_path: Path) -> None:
