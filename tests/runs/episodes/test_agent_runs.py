@@ -232,7 +232,7 @@ def test_a_run_of_agents_whose_worker_is_killed_goes_on_and_is_clean(victim: str
             os.kill(os.getpid(), signal.SIGKILL)
 
     operator = g.operators[victim]
-    object.__setattr__(operator, "build", struck(operator, blow, after=12).build)
+    object.__setattr__(operator, "build", struck(operator, blow, after=2 if victim == "trainer" else 12).build)
     limits = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=3))
     result = run(g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=limits)
     assert result.verdict.clean, result.verdict.line
