@@ -46,6 +46,7 @@ OWN_LIMITS = {
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
     "operators/rewards/judge_model.py",  # a judge elsewhere, which is the user's to know
     "operators/environments/declaration.py",  # a server of environments elsewhere, the same
+    "operators/environments/verifiers_form.py", "operators/environments/beside/verifiers_rollout.py",  # the same
     "operators/tools/toolbox.py",  # rollouts that wait for the policy hold what others wait for
     "operators/training/knobs.py",  # recover_within_s is no wait
     "dataflow/live/server.py",  # a browser waits for it, no run

@@ -57,13 +57,13 @@ def rows_of(wanted: argparse.Namespace) -> list[dict[str, Any]]:
 def graph(policy: Path, wanted: argparse.Namespace, max_staleness: int) -> Graph:
     """Episodes of as many prompts as are asked for."""
     g, model = Graph("slow_worlds"), Model(str(policy))
-    rows = [{**row, "prompt": json.dumps(row["prompt"])} for row in rows_of(wanted)]
     generator = Generator(model, group_size=GROUP_SIZE, max_tokens=wanted.tokens, slots=wanted.slots, chat=True)
     trainer = Trainer(
         model, loss=partial(aipo, rho=4.0), prompts_per_step=wanted.batch // GROUP_SIZE, lr=1e-4, normalize="rollouts"
     )
     world = trl_environment(SlowWorld, rounds=wanted.turns, timeout_s=120.0, concurrency=4096)
-    trainer(advantage(world(generator, g.source(Prompts(rows, columns=("number", "scale"))))))
+    prompts = Prompts(rows_of(wanted), columns=("number", "scale"), chat=True)
+    trainer(advantage(world(generator, g.source(prompts))))
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g
 

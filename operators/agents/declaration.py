@@ -79,7 +79,8 @@ def agent(
     It is started for each rollout, with OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in
     its environment and a line of JSON on stdin: `prompt` and the columns. What it asks of the model there are the
     policy's turns, recorded and trained; where it returns something, the last line of its output is the column of its
-    name. A program that ends with another status than 0, hangs or says too much leaves a rollout with an `error`.
+    name, `null` that none applies. A program that ends with another status than 0 (75: something outside has failed),
+    hangs or says too much leaves a rollout with an `error`.
 
     Args:
         command: the program and its arguments; {column} stands for a value; `python` for the interpreter of the run.

@@ -17,10 +17,10 @@ import xxhash
 
 from dataflow.errors import WorkerDied
 from dataflow.records import AnyArray
-from dataflow.scoring.failure import DIED, HUNG, RAISED, UNUSABLE
+from dataflow.scoring.failure import DIED, HUNG, RAISED, UNUSABLE, WORLD
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked, Encode
-from dataflow.scoring.return_values import Unscored, checker
+from dataflow.scoring.return_values import Unscored, applying, checker
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.agents.host_line import EndedProgram, HostLine
 from operators.agents.knobs import WITHOUT, AgentKnobs
@@ -33,6 +33,8 @@ from operators.serving.work import News, Work
 
 NEVER = "its program ended well and never called the endpoint; found no turn; let it call OPENAI_BASE_URL"
 FULL = "what its program sent fills the context, so that the policy has said nothing; let it send less"
+WORLD_STATUS = 75
+"""With which a program ends where what failed is outside, and may be tried again (EX_TEMPFAIL of sysexits.h)."""
 _DEATHS = 3
 _OVER = ApiError(400, "the policy has no turn left in this rollout; end the program", code="rollout_over")
 
@@ -126,7 +128,7 @@ class Programs:
         self._agent, self._turns, self._root, self._forget = agent, turns, root, forget
         self._decode, self._clock = decode, clock
         self._host = HostLine(agent.python, agent.imports)
-        self._check = None if agent.signature.output is None else checker(agent.signature.output)
+        self._check = None if agent.signature.output is None else applying(checker(agent.signature.output), True)
         self._next_job = 0
         self._sessions: dict[int, ProgramSession] = {}
         self._by_key: dict[str, ProgramSession] = {}
@@ -288,13 +290,14 @@ class Programs:
         if program.status and not session.is_over:
             if program.status < 0:
                 return f"{DIED}: its program ended by signal {-program.status}{last}"
-            return f"{RAISED}: its program ended with status {program.status}{last}"
+            cause = WORLD if program.status == WORLD_STATUS else RAISED
+            return f"{cause}: its program ended with status {program.status}{last}"
         if not session.turns:
             return f"{UNUSABLE}: {FULL if session.is_over else NEVER}"
         return None
 
     def _returned(self, last: str) -> Any:
-        """The column's value in the last line of the output."""
+        """The column's value in the last line of the output; `null` says that none applies."""
         if self._check is None:
             return None
         if pa.types.is_string(self._agent.signature.output):

@@ -33,26 +33,31 @@ class RunService(Service):
     waits for: nothing
     """
 
-    def __init__(self, turns: TurnsInRun, tokenizer: Any, *, model: str, past: Past, stop: tuple[str, ...]) -> None:
-        """Serve the model. stop: strings at which the generator ends what it says."""
+    def __init__(
+        self, turns: TurnsInRun, tokenizer: Any, *, model: str, past: Past, stop: tuple[str, ...],
+        ends: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        """Serve the model. stop, ends: strings and ids at which the generator ends what it says."""
         super().__init__(
             turns, tokenizer, model=model, ends=frozenset(tokenizer.all_special_ids), make_sampling=_no_sampling,
             make_stop=_strings, call_timeout_s=CALL_S, exchanges=KEPT_TURNS, past=past,
         )  # fmt: skip
-        self._stop = stop
+        self._stop, self._ends_of_turns = stop, ends
 
     def knows(self, model: str) -> bool:
         """Any: a program has the name of its model in its text, and the run has one policy."""
         return True
 
     def begin(self, request: Request, session: str | None) -> ServedCall:
-        """As `Service.begin`. Raises ApiError for ids to stop at."""
-        if request.stop_tokens:
+        """As `Service.begin`. Raises ApiError for ids to stop at, but those at which a turn ends anyway."""
+        others = sorted(set(request.stop_tokens) - self._ends_of_turns)
+        if others:
             raise bad(
-                "stop_token_ids", f"a turn of a run ends at strings; found ids {request.stop_tokens}; send stop=[...]",
-                "unsupported_parameter",
+                "stop_token_ids", f"a turn of a run ends at strings, and at {sorted(self._ends_of_turns)} anyway; "
+                f"found ids {others}; send stop=[...]", "unsupported_parameter",
             )  # fmt: skip
-        return super().begin(request.with_(stop=tuple(dict.fromkeys([*request.stop, *self._stop]))), session)
+        stop = tuple(dict.fromkeys([*request.stop, *self._stop]))
+        return super().begin(request.with_(stop=stop, stop_tokens=()), session)
 
     def _check_room(self, call: ServedCall) -> None:
         """Nothing: where the context is full the rollout is over, which the generator says."""

@@ -6,12 +6,12 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from dataflow.model import Model
 from dataflow.records import AnyArray
 from dataflow.runtime import Context as RunContext
 from dataflow.scoring.process import Asked
@@ -19,6 +19,7 @@ from operators.agents.knobs import AgentKnobs
 from operators.agents.programs import Programs
 from operators.agents.run_service import EndpointThread, RunService
 from operators.agents.turns_in_run import TurnsInRun
+from operators.engine.stop_strings import end_tokens
 from operators.episodes.chat import TurnQuestion
 from operators.episodes.dialogue import Context, SaidTurn, TurnRequest
 from operators.episodes.heard import Heard
@@ -28,10 +29,9 @@ from operators.generation.groups import PromptGroup
 from operators.models.loading import load_configs, load_tokenizer
 
 
-def own_context_tokens(model: Model) -> int:
-    """The model's own limit of prompt and completion."""
-    config: Any = load_configs(model)[0].get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
+def own_context_tokens(config: Any) -> int:
+    """A model's own limit of prompt and completion, as its config has it."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED)
 
 
 class WholePrompts:
@@ -66,12 +66,13 @@ class AgentsRuntime(EpisodesRuntime):
     def __init__(self, agent: AgentKnobs, context: RunContext) -> None:
         """Load the tokenizer of the generator's model, open the endpoint, start the process that starts programs."""
         assert agent.generator is not None and agent.generator.uses is not None, "the graph was checked"
-        most = agent.generator.traits.context_tokens or own_context_tokens(agent.generator.uses)
-        self._turns_in_run = TurnsInRun(most)
+        config, generation = load_configs(agent.generator.uses)
+        self._turns_in_run = TurnsInRun(agent.generator.traits.context_tokens or own_context_tokens(config))
         tokenizer = load_tokenizer(agent.generator.uses)
+        ends = end_tokens(SimpleNamespace(config=config, generation_config=generation), tokenizer)
         service = RunService(
             self._turns_in_run, copy.deepcopy(tokenizer), model=agent.model_name, past=agent.past,
-            stop=tuple(getattr(agent.generator, "stop", ())),
+            stop=tuple(getattr(agent.generator, "stop", ())), ends=frozenset(ends),
         )  # fmt: skip
         self._endpoint = EndpointThread(service, self._turns_in_run, agent.port)
 

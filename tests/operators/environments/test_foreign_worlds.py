@@ -1,14 +1,17 @@
-"""Environments of TRL: what the adapter makes of a class, without processes."""
+"""Environments and rollout functions of TRL, tasksets of verifiers: what the adapters make of them, no processes."""
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dataflow.errors import GraphError
-from operators.environments import trl_environment
+from operators.environments import trl_environment, trl_environments, verifiers_environment
+from operators.environments.beside import trl_rollout as beside_trl
+from operators.environments.beside import verifiers_rollout as beside_verifiers
 from operators.episodes.chat import EpisodeOver
 
 
@@ -104,3 +107,92 @@ def test_an_environment_of_trls_reads_what_reset_names_and_writes_a_column_where
     assert trl_environment(Bare).signature.output is None
     with pytest.raises(GraphError, match="has a method reset"):
         trl_environment(object)
+    with pytest.raises(GraphError, match="names nothing that is there"):
+        trl_environments("nowhere.py:WORLDS")
+
+
+def answered(place: str, body: dict[str, Any]) -> Any:
+    """A policy that says how long its prompt is."""
+    ids = [len(body["token_ids"])]
+    return {"choices": [{"token_ids": ids, "logprobs": {"content": [{"logprob": -0.5}]}}]}
+
+
+SETTINGS = {"tokenizer": "nowhere", "max_tokens": 4, "gives": "env_reward"}
+
+
+def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+    ids, drawn, logprobs, _ = trainer.vllm_generation.generate(prompts=[[1, 2]], images=None, num_generations=1)
+    assert (ids, drawn, logprobs) == ([[1, 2]], [[2]], [[[-0.5]]])
+    return {
+        "prompt_ids": ids, "completion_ids": [[2, 9]], "logprobs": [[-0.5, 0.0]], "env_mask": [[1, 0]],
+        "env_reward": [len(prompts)],
+    }  # fmt: skip
+
+
+def test_a_rollout_func_is_told_what_it_cannot_have_and_held_to_what_was_drawn(monkeypatch: Any) -> None:
+    monkeypatch.setattr(beside_trl, "ask", answered)
+    assert beside_trl.rolled_out(rollout, {"prompt": "a"}, SETTINGS) == 1
+
+    def lying(prompts: Any, trainer: Any) -> dict[str, Any]:
+        return {**rollout(prompts, trainer), "env_mask": [[1, 1]]}
+
+    with pytest.raises(ValueError, match="other tokens than the policy has said"):
+        beside_trl.rolled_out(lying, {"prompt": "a"}, SETTINGS)
+    with pytest.raises(ValueError, match="returned no .*logprobs"):
+        beside_trl.rolled_out(lambda prompts, trainer: {"prompt_ids": [[]]}, {"prompt": "a"}, SETTINGS)
+    with pytest.raises(AttributeError, match=r"trainer\.model cannot be had"):
+        beside_trl.rolled_out(lambda prompts, trainer: trainer.model, {"prompt": "a"}, SETTINGS)
+
+
+def called(*turns: list[str]) -> Any:
+    """A policy that calls tools in each turn, without arguments, until it has no turn left."""
+    left = list(turns)
+
+    def ask(place: str, body: dict[str, Any]) -> Any:
+        ask.heard = [each["content"] for each in body["messages"]]  # type: ignore[attr-defined]
+        if not left:
+            raise beside_trl.NoTurnLeft
+        calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in left.pop(0)]
+        return {"choices": [{"message": {"role": "assistant", "content": "", "tool_calls": calls}}]}
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("turns", "rounds", "found"),
+    [([["look", "nothing"], []], 8, 0.0), ([["look"], ["look"]], 8, 0.0), ([["look"], ["look"]], 1, 0.0)],
+    ids=["it calls no more", "it has no turn left", "it has no round left"],
+)
+def test_an_environment_in_a_program_is_called_until_an_end_and_then_asked_for_its_reward(
+    turns: list[list[str]], rounds: int, found: float, monkeypatch: Any
+) -> None:
+    ask = called(*turns)
+    monkeypatch.setattr(beside_trl, "ask", ask)
+    row = {"prompt": json.loads(CHAT), "target": 3}
+    assert beside_trl.played(Counter(), row, rounds) == found
+    results = {8: ["0", "{'error': 'Tool nothing not found.'}"] if len(turns[0]) > 1 else ["0", "0"], 1: ["0"]}[rounds]
+    assert [each for each in ask.heard[1:] if each] == results and ask.heard[0] == "Go. Count to 3."
+
+
+def episode(*rewards: float | None, ok: bool = True, errors: Any = ()) -> Any:
+    values = {str(at): None if each is None else SimpleNamespace(value=each) for at, each in enumerate(rewards)}
+    trace = SimpleNamespace(rewards=values, errors=[], agent=SimpleNamespace(trainable=True))
+    return SimpleNamespace(ok=ok, errors=list(errors), traces=[trace])
+
+
+def test_a_trace_of_verifiers_is_worth_the_sum_of_its_rewards_or_nothing_or_has_failed() -> None:
+    assert beside_verifiers.reward_of(episode(1.0, None, 0.5)) == 1.5
+    assert beside_verifiers.reward_of(episode(None)) is None
+    error = SimpleNamespace(type="SandboxError", message="no\nbox")
+    with pytest.raises(beside_verifiers.RolloutFailed, match="SandboxError: no box"):
+        beside_verifiers.reward_of(episode(1.0, ok=False, errors=[error]))
+
+
+def test_a_taskset_of_verifiers_runs_in_the_interpreter_that_was_named(tmp_path: Path) -> None:
+    world = verifiers_environment("addition-v1", python="/usr/bin/env", path=[str(tmp_path)])
+    assert world.python == "/usr/bin/env" and json.loads(world.what)["path"] == [str(tmp_path)]
+    assert world.env["PATH"].startswith("/usr/bin")
+    with pytest.raises(GraphError, match="could not list the tasks of 'reward'"):
+        world.tasks(1)
+    with pytest.raises(GraphError, match="has no tokenizer"):
+        verifiers_environment("addition-v1", python="python", client="train")

@@ -14,9 +14,9 @@ import urllib.error
 import urllib.request
 
 
-def post(path: str, body: dict, key: str = os.environ.get("OPENAI_API_KEY", "")) -> dict:
+def post(path: str, body: dict, key: str = os.environ.get("OPENAI_API_KEY", ""), root: str = "/v1") -> dict:
     """POST to the endpoint, as OpenAI's clients do."""
-    url = os.environ["OPENAI_BASE_URL"] + path
+    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + root + path
     headers = {"Authorization": f"Bearer {key or os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps({"model": "any", **body}).encode(), headers)
     with urllib.request.urlopen(request, timeout=50) as answer:
@@ -58,6 +58,21 @@ def main() -> None:
             time.sleep(60)
         case "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "is unlucky":
+            print("the judge is away", file=sys.stderr)
+            sys.exit(75)
+        case "abstains":
+            print("null")
+        case "stops":
+            found = []
+            for end in (int(prompt), int(prompt) + 1):
+                sampling = {"max_tokens": 4, "stop_token_ids": [end]}
+                try:
+                    post("/inference/v1/generate", {"token_ids": [end], "sampling_params": sampling}, root="")
+                    found.append(200)
+                except urllib.error.HTTPError as error:
+                    found.append(error.code)
+            print(json.dumps(found == [200, 400]))
         case "shouts":
             print("a" * (10 << 20))
         case "mumbles":

@@ -25,6 +25,7 @@ from dataflow.limits import Limits, Patience
 from operators import Endpoint, Evaluate, Generator, Prompts, Trainer, agent
 from operators.credit import advantage
 from operators.losses import aipo
+from operators.models.loading import load_tokenizer
 
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra 'serve'")
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
@@ -167,6 +168,7 @@ def test_what_goes_on_from_no_call_before_is_a_training_row_of_its_own(does: str
 WRONG = {
     "raises": "raised: its program ended with status 1: ValueError: the agent is broken",
     "hangs": "hung: no call and no end within 2 s",
+    "is unlucky": "world: its program ended with status 75: the judge is away",
     "dies": "died: its program ended by signal 9",
     "shouts": "unusable: it said more than 1024 KB",
     "mumbles": "unusable: the last line of its output returned 'no number'",
@@ -177,18 +179,30 @@ WRONG = {
 def test_a_program_that_goes_wrong_is_an_error_of_its_rollouts_and_no_reward(chatty: Path) -> None:
     g = Graph("unruly")
     generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=4, slots=8)
-    tasks = [{"prompt": f"a{n}=", "answer": does} for n, does in enumerate([*WRONG, "strange"])]
+    tasks = [{"prompt": f"a{n}=", "answer": does} for n, does in enumerate([*WRONG, "strange", "abstains"])]
     unruly = agent(
         COMMAND, name="talker", columns=("answer",), returns=float, imports=SHARED, timeout_s=2.0, concurrency=6
     )
-    found = collect(unruly(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=14).to_pylist()
-    assert len(found) == 14
+    found = collect(unruly(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=18).to_pylist()
+    assert len(found) == 18
     for row in found:
         if row["answer"] == "strange":
             assert (row["error"], row["talker"]) == (None, 401.0), "the key of nobody opens nothing"
             continue
+        if row["answer"] == "abstains":
+            assert (row["error"], row["talker"], row["finish_reason"]) == (None, None, "stop"), "it does not apply"
+            continue
         assert row["error"].startswith("talker: " + WRONG[row["answer"]]), row["error"]
         assert row["finish_reason"] == "error" and row["talker"] is None
+
+
+def test_a_program_may_name_the_ids_at_which_a_turn_ends_anyway_and_no_others(chatty: Path) -> None:
+    g = Graph("stops")
+    generator = Generator(Model(str(chatty)).frozen(), group_size=1, max_tokens=4, slots=8)
+    tasks = [{"prompt": str(load_tokenizer(Model(str(chatty))).eos_token_id), "answer": "stops"}]
+    stops = agent(COMMAND, name="talker", columns=("answer",), returns=bool, imports=SHARED)
+    (row,) = collect(stops(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=1).to_pylist()
+    assert (row["error"], row["talker"]) == (None, True)
 
 
 # Whole runs
