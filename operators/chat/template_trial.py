@@ -36,6 +36,8 @@ def delimiter_fault(model: Model) -> str | None:
         return None
     finally:
         child.end(trial, 0.0)
+        assert trial.stdout is not None, "it is a pipe"
+        trial.stdout.close()
 
 
 def main(asked: str) -> None:
