@@ -129,7 +129,9 @@ def figures(run: Path, policy: Path, replicas: int, began: float) -> dict[str, F
         "versions_per_s": len(versions) / span_s,
         "weights_mb_per_s": replicas * len(versions) * weights_bytes / span_s / 1e6,
         "link_mb_a_version": (
-            sum(line["weights_sent_bytes"] for line in counted) / len(counted) / 1e6 if sent else None
+            sum(line["weights_sent_bytes"] for line in counted) / len(counted) / 1e6
+            if "weights_sent_bytes" in counted[0]
+            else None
         ),
         "weights_ms": 1e3 * statistics.median(sent) if sent else None,
         "staleness_mean": statistics.fmean(line["staleness_mean"] for line in counted),

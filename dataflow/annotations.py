@@ -1,4 +1,4 @@
-"""Python annotations as Arrow types, and which columns fit them."""
+"""Python annotations as Arrow types, which columns fit them, and which fit each other."""
 
 import types
 import typing
@@ -46,6 +46,15 @@ def fits(found: pa.DataType, wanted: Any) -> bool:
     if pa.types.is_list(kind) and pa.types.is_list(found):
         return _number_fits(found.value_type, kind.value_type)
     return _number_fits(found, kind)
+
+
+def unites(left: pa.DataType, right: pa.DataType) -> bool:
+    """Whether columns of both types can be one in a table of the rows of both."""
+    try:
+        pa.unify_schemas([pa.schema([("", left)]), pa.schema([("", right)])], promote_options="permissive")
+    except pa.ArrowException:
+        return False
+    return True
 
 
 def _is_numeric(kind: pa.DataType) -> bool:

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dataflow.annotations import arrow_type
+import pyarrow as pa
+
+from dataflow.annotations import arrow_type, unites
 from dataflow.errors import GraphError, nearest
 from dataflow.group_bytes import group_faults
 from dataflow.node import Generate, Learn, Operator, Source, Weights
@@ -122,6 +124,22 @@ def filtered_evaluation(graph: Structure) -> Iterator[str]:
             )
 
 
+def unlike_rounds(graph: Structure) -> Iterator[str]:
+    """A round is one table, whatever sources its rows come from."""
+    for name, operator in graph.operators.items():
+        seen: dict[str, tuple[str, pa.DataType]] = {}
+        for call in graph.calls if operator.traits.every_steps else ():
+            columns = call.inputs[0].columns if call.operator is operator else {}
+            for column, kind in columns.items():
+                source, other = seen.setdefault(column, (call.output.source, kind))
+                if not unites(kind, other):
+                    yield (
+                        f"'{name}' evaluates rows of several sources as one table, but column '{column}' is {other} in "
+                        f"those of '{source}' and {kind} in those of '{call.output.source}'; convert one of the two, "
+                        f'or give each an evaluation of its own: Evaluate(..., name="...")'
+                    )
+
+
 def lonely_groups(graph: Structure) -> Iterator[str]:
     """A rule that compares siblings needs some; a filter may look at a single rollout."""
     for call in graph.calls:
@@ -200,6 +218,27 @@ def unlike_layouts(graph: Structure) -> Iterator[str]:
                 )
 
 
+def unlike_prompts(graph: Structure) -> Iterator[str]:
+    """The JSON of chat messages is no text to go on from, and a text is no chat message."""
+    for call in graph.calls:
+        reader, source = call.operator, graph.operators[call.output.source]
+        issues, takes = source.traits.chat, reader.traits.chat
+        if not isinstance(reader, Generate) or issues is None or takes is None or issues == takes:
+            continue
+        whose = reader.name if reader.asks is None else reader.asks.name
+        if issues:
+            yield (
+                f"'{source.name}' issues prompts as chat messages but '{reader.name}' would go on from their JSON as "
+                f"from a text; give '{whose}' chat=True, or prompts that are texts"
+            )
+        else:
+            yield (
+                f"'{source.name}' issues prompts as texts but '{reader.name}' lays out chat messages; give "
+                f"'{source.name}' chat=True, with which a text is a message of the user's and a list one of each turn, "
+                f"or '{whose}' chat=False"
+            )
+
+
 def too_few_prompts(graph: Structure) -> Iterator[str]:
     """A source that ends before the first step."""
     for name, operator in graph.operators.items():
@@ -233,8 +272,8 @@ def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None
 
 _REASONS = (
     empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_sources,
-    evaluated_and_trained, filtered_evaluation, lonely_groups, too_little_in_flight, untrained_reader,
-    unlike_temperatures, unlike_layouts, too_few_prompts, too_large_groups,
+    evaluated_and_trained, filtered_evaluation, unlike_rounds, lonely_groups, too_little_in_flight, untrained_reader,
+    unlike_temperatures, unlike_layouts, unlike_prompts, too_few_prompts, too_large_groups,
 )  # fmt: skip
 
 

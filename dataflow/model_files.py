@@ -9,6 +9,7 @@ from dataflow.model import ADAPTER_CONFIG, Model
 
 INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
+_TOKENIZER_CONFIG, _TEMPLATES = "tokenizer_config.json", ("chat_template.jinja", "chat_template.json")
 _MOST_HEADER = 100 << 20
 
 
@@ -74,6 +75,24 @@ def start_fault(model: Model) -> str | None:
         except (OSError, ValueError) as error:
             return f"{head}{error}; copy it again"
     return None
+
+
+def template_fault(model: Model) -> str | None:
+    """Why prompts cannot be laid out as chat messages, in three parts: the folder's tokenizer has no template; None
+    where it has one, or where that cannot be told from files of this machine."""
+    folder = Path(model.source)
+    if not (folder / _TOKENIZER_CONFIG).is_file() or any((folder / name).exists() for name in _TEMPLATES):
+        return None
+    try:
+        config: Any = json.loads((folder / _TOKENIZER_CONFIG).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None  # who loads the tokenizer says it
+    if not isinstance(config, dict) or config.get("chat_template"):
+        return None
+    return (
+        f"prompts for model '{model.name}' cannot be laid out as chat messages: neither {_TOKENIZER_CONFIG} nor "
+        f"{_TEMPLATES[0]} in {folder} has a chat template; give its tokenizer one, or use chat=False"
+    )
 
 
 def tensor_shapes(file: Path) -> dict[str, list[int]]:

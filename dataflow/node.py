@@ -11,7 +11,7 @@ from dataflow.model import Model
 from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
 from dataflow.runtime import Context, Runtime
-from dataflow.settable import Settable, fitted, settable_fields
+from dataflow.settable import Settable, settable_fields
 from dataflow.stream import Builder, Prompt, Rollout, Stream
 
 
@@ -30,7 +30,8 @@ class Traits:
     temperature: float | None = None
     """At which it samples, or computes log-probabilities; None: it does neither."""
     chat: bool | None = None
-    """Whether it lays out prompts as chat messages; None: it reads no prompts as text."""
+    """Of a source, whether its prompts are chat messages; of others, whether they take prompts for such and lay them
+    out. None: not known, or it reads no prompts as text."""
     compares_siblings: bool = False
     """Whether it needs groups of two rollouts or more."""
 
@@ -164,13 +165,7 @@ class Operator(metaclass=KnobCheck):
 
     def with_knob(self, knob: str, value: Any) -> "Operator":
         """The same declaration with another value of a knob that may change. GraphError where it is of another kind."""
-        may = self.settable()[knob]
-        try:
-            return self._with(knob, fitted(value, may.kind))
-        except ValueError as error:
-            raise GraphError(
-                f"'{self.name}' has {knob}={may.value!r} and cannot take {value!r:.60}; give {error}"
-            ) from error
+        return self._with(knob, self.settable()[knob].taken(value, self.name, knob))
 
     def _with(self, knob: str, value: Any) -> "Operator":
         return dataclasses.replace(self, **{knob: value})

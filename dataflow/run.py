@@ -27,6 +27,7 @@ from dataflow.folder.run_lock import held
 from dataflow.folder.swaps import read_swaps
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
+from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.history.environment import KEY as ENVIRONMENT
 from dataflow.history.environment import environment
@@ -93,6 +94,8 @@ class Result:
     verdict: Verdict
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """By node, over the training phase."""
+    efficiency: float = 0.0
+    """Share of them in which what bounds the run was at work; 1: nothing else limits it (`history.bottleneck`)."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -103,11 +106,6 @@ class Result:
     def evaluations(self) -> list[tuple[int, float]]:
         """(step, accuracy) of every evaluation."""
         return [(line["step"], line["eval_accuracy"]) for line in self.metrics if "eval_accuracy" in line]
-
-    @property
-    def efficiency(self) -> float:
-        """Busy seconds of the busiest node over wall seconds; 1 means that nothing but that node limits the run."""
-        return max(self.busy_seconds.values(), default=0.0) / self.seconds if self.seconds else 0.0
 
     def _repr_html_(self) -> str:
         return html_of(RunFolder.open(self.folder))
@@ -306,9 +304,10 @@ def run(
             if terminal is not None:
                 os.close(terminal)
     verdict = _judged(folder, quiet)
+    bound = bounded(outcome.seconds, outcome.busy_seconds, outcome.beside_seconds, plan_facts(graph, planned))
     return Result(
         folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verdict,
-        busy_seconds=outcome.busy_seconds,
+        busy_seconds=outcome.busy_seconds, efficiency=bound.share if bound else 0.0,
     )  # fmt: skip
 
 
@@ -395,5 +394,5 @@ def _describe_again(
     with Ledger.open(folder.ledger) as ledger:
         describe(folder, ledger, recorded.graph, config)
     folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))
-    Times(folder, begun).write("not finished", 0.0, {}, {})
+    Times(folder, begun).write("not finished")
     folder.make_latest()

@@ -1,12 +1,16 @@
 """Knobs that may change while a run goes on: how an operator says which, and whether a value is of their kind."""
 
 import dataclasses
+import functools
 import json
+import operator
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+
+from dataflow.errors import GraphError
 
 T = TypeVar("T")
 _MARK = "settable"
@@ -16,6 +20,10 @@ INFINITE = "inf"
 STEP = "from the next step on"
 GROUP = "for every group that starts from then on; one that has started keeps what it began with"
 RESTART = "its process starts again with it, as for a swap"
+
+_ANYTHING = "anything"
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "none"}
+_NAMED = {name: kind for kind, name in _NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +36,25 @@ class Settable:
     """From when on another value counts, for people."""
     kind: Any = Any
     """Its annotation."""
+
+    def taken(self, value: Any, node: str, knob: str) -> Any:
+        """Another value, as the knob has it. GraphError where it is of another kind."""
+        try:
+            return fitted(value, self.kind)
+        except ValueError as error:
+            raise GraphError(
+                f"'{node}' has {knob}={self.value!r} and cannot take {value!r:.60}; give {error}"
+            ) from error
+
+    def to_plain(self) -> dict[str, Any]:
+        """For JSON. Raises ValueError for a kind of which JSON has no values."""
+        return {"value": plain_value(self.value), "at": self.at, "kind": plain_kind(self.kind)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Settable":
+        """What `to_plain` gave."""
+        kind = kind_of(plain["kind"])
+        return cls(value=fitted(plain["value"], kind), at=plain["at"], kind=kind)
 
 
 def settable(default: T, *, at: str) -> T:
@@ -44,12 +71,12 @@ def settable(default: T, *, at: str) -> T:
     return dataclasses.field(default=default, metadata={_MARK: at})  # type: ignore[return-value,no-any-return,unused-ignore]
 
 
-def settable_fields(operator: Any) -> dict[str, Settable]:
-    """Those of its fields that may change."""
-    marked = [each for each in dataclasses.fields(operator) if _MARK in each.metadata]
-    kinds = typing.get_type_hints(type(operator)) if marked else {}
+def settable_fields(declared: Any) -> dict[str, Settable]:
+    """Those of an operator's fields that may change."""
+    marked = [each for each in dataclasses.fields(declared) if _MARK in each.metadata]
+    kinds = typing.get_type_hints(type(declared)) if marked else {}
     return {
-        each.name: Settable(value=getattr(operator, each.name), at=each.metadata[_MARK], kind=kinds[each.name])
+        each.name: Settable(value=getattr(declared, each.name), at=each.metadata[_MARK], kind=kinds[each.name])
         for each in marked
     }
 
@@ -88,6 +115,30 @@ def plain_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def plain_kind(kind: Any) -> Any:
+    """A kind as JSON has it: its name, or of several a list. Raises ValueError for one of which JSON has no values.
+
+    >>> plain_kind(int | None), kind_of(["a whole number", "none"])
+    (['a whole number', 'none'], int | None)
+    """
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [plain_kind(each) for each in typing.get_args(kind)]
+    if typing.get_origin(kind) is Literal:
+        return {"one of": list(typing.get_args(kind))}
+    if kind is not Any and kind not in _NAMES:
+        raise ValueError(f"{kind}")
+    return _NAMES.get(kind, _ANYTHING)
+
+
+def kind_of(plain: Any) -> Any:
+    """What `plain_kind` gave."""
+    if isinstance(plain, dict):
+        return typing.cast(Any, Literal)[tuple(plain["one of"])]
+    if isinstance(plain, list):
+        return functools.reduce(operator.or_, map(kind_of, plain))
+    return Any if plain == _ANYTHING else _NAMED[plain]
+
+
 def fitted(value: Any, kind: Any) -> Any:
     """The value as one of this kind. Raises ValueError, which names the kind.
 
@@ -108,15 +159,14 @@ def fitted(value: Any, kind: Any) -> Any:
         return value
     if origin is tuple:
         return _tuple(value, inside)
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "none"}
-    if kind not in names:
+    if kind not in _NAMES:
         raise ValueError(f"a {getattr(kind, '__name__', kind)}")
     if kind is float and value == INFINITE:
         return float("inf")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise ValueError(names[kind])
+        raise ValueError(_NAMES[kind])
     return value
 
 

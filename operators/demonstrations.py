@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from dataflow.model import Model
+from dataflow.model_files import template_fault
 from dataflow.node import Generate, Traits
 from dataflow.records import PROMPT
 from dataflow.runtime import Context, Runtime
@@ -50,6 +51,10 @@ class Demonstrations(Generate):
     def uses(self) -> Model | None:
         """None: it reads no weights."""
         return None
+
+    def missing(self) -> str | None:
+        """A template, where prompts are chats."""
+        return template_fault(self.model) if self.chat else None
 
     def reads(self) -> Mapping[str, Any]:
         """The prompt and the answer."""

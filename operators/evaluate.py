@@ -11,7 +11,7 @@ from dataflow.errors import OperatorError
 from dataflow.folder import retention
 from dataflow.folder.finished import Finished
 from dataflow.node import Sink, Traits
-from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, ROUND_SIZE, VERSIONS, group_slices
+from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, OF_SOURCE, ROUND_SIZE, VERSIONS, group_slices
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.failure import counted
 from dataflow.system.files import RunFolderError
@@ -192,9 +192,10 @@ class EvaluateRuntime(Runtime):
 
     def _close(self, step: int, sources: dict[str, _Round]) -> None:
         context = self._context
-        table = pa.Table.from_batches(
-            [sources[source].groups[group] for source in sorted(sources) for group in sorted(sources[source].groups)]
-        )
+        table = round_table({
+            source: [sources[source].groups[group] for group in sorted(sources[source].groups)]
+            for source in sorted(sources)
+        })  # fmt: skip
         metrics = self._metrics(step, table)
         if context.folder is not None:
             context.folder.rollouts_of(context.own_folder).write_evaluation(step, table)
@@ -221,6 +222,16 @@ class EvaluateRuntime(Runtime):
         self._last = {"round": step}
         if metrics["eval_accuracy"] is not None:
             self._last["eval_accuracy"] = metrics["eval_accuracy"]
+
+
+def round_table(rows: Mapping[str, Sequence[pa.RecordBatch]]) -> pa.Table:
+    """The rows of a round, source by source. Of several sources each row names its own in `of_source`, as each counts
+    its groups for itself; a column that a source lacks is null in its rows."""
+    tables = {source: pa.Table.from_batches(batches) for source, batches in rows.items()}
+    if len(tables) == 1:
+        return next(iter(tables.values()))
+    told = [table.append_column(OF_SOURCE, pa.repeat(source, len(table))) for source, table in tables.items()]
+    return pa.concat_tables(told, promote_options="permissive")
 
 
 def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from dataflow.annotations import admits_none, arrow_type
 from dataflow.errors import RecordError, nearest
 from dataflow.node import Source, Traits
-from dataflow.records import ERROR, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, TEMPERATURE, Columns
+from dataflow.records import ERROR, OF_SOURCE, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
 from operators.sources.forms import DATA_FORMS
 from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
@@ -102,8 +102,8 @@ class Prompts(Source):
 
     @property
     def traits(self) -> Traits:
-        """How often it issues its rows, for how many rollouts each."""
-        return Traits(epochs=self.epochs, group_size=self.group_size)
+        """How often it issues its rows, for how many rollouts each, and whether they are chats."""
+        return Traits(epochs=self.epochs, group_size=self.group_size, chat=self.chat)
 
     def extra_columns(self) -> Columns:
         """The asked-for columns, typed as stated, else as in the first rows, else as text."""
@@ -238,7 +238,7 @@ class Prompts(Source):
                 f"'{self.name}' got {type(self.source).__name__} {self.source!r:.60} as its source; "
                 f"give a path, an id on the hub, or an iterable of dicts or texts"
             )
-        taken = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, TEMPERATURE, ERROR}
+        taken = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, TEMPERATURE, ERROR, OF_SOURCE}
         for name in self.columns:
             if not isinstance(name, str):
                 faults.append(f"'{self.name}' has {name!r} in columns=, which is no name; give texts")

@@ -34,6 +34,8 @@ ALLOWED = {
         "operators/sandbox/inside/candidate.py",
         "exec",
     ): "runs what a model wrote, within the sandbox",
+    ("operators/sandbox/inside/interpreter.py", "exec"): "runs what a policy wrote, within the sandbox",
+    ("operators/sandbox/inside/interpreter.py", "eval"): "the value of its last expression",
     ("operators/sandbox/inside/tester.py", "exec"): "runs the tests of a task, within the sandbox too",
     ("operators/sandbox/inside/tester.py", "__import__"): "hands on modules of the standard library, by name",
     ("bench/data_plane/pickle_baselines.py", "import pickle"): "measures what others do, on data that it made itself",

@@ -14,7 +14,7 @@ loop and inside TRL's reward function.
 A line of JSON per run: rollouts_per_s and tokens_per_s over the counted steps (those after the warm-up; of the
 asynchronous graph also without the last five, for which the generator has nothing left to do meanwhile);
 seconds_to_accuracy from the end of the warm-up until the held-out accuracy is reached, evaluations not counted;
-efficiency, busy seconds of the busiest stage over wall seconds, where a slow scorer is busy by sleeping;
+efficiency, the share of the time in which what bounds the run is at work (a slow scorer is, while its calls sleep);
 startup_s, from the start of the process to the end of its first step.
 
 Run it on an idle machine: a pool of two spinning threads on two cores that others use falls far behind.

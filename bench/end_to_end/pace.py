@@ -31,7 +31,7 @@ class Measured:
     accuracies: list[tuple[int, float]] = field(default_factory=list)
     """(steps done, held-out accuracy sampled at temperature 1), in order; the first before any step."""
     efficiency: float | None = None
-    """Busy seconds of the busiest stage over wall seconds; None for a system without stages."""
+    """Share of the time in which what bounds the run is at work; None for a system without stages."""
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON."""

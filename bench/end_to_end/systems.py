@@ -151,13 +151,8 @@ def run_ours(case: Case, system: str, *, max_staleness: int, seed: int, threads:
             ends=[line["seconds"] for line in result.metrics],
             lengths=_lengths(result, total_steps(system, case)),
             accuracies=_checkpoint_accuracies(result, case, seed, threads),
-            efficiency=max(result.efficiency, _sleeping_s(case, result.steps) / result.seconds),
+            efficiency=result.efficiency,
         )
-
-
-def _sleeping_s(case: Case, steps: int) -> float:
-    """Seconds that a slow scorer with all its calls open is busy by sleeping, which no node accounts for."""
-    return steps * ROLLOUTS_PER_STEP * case.call_s / case.calls
 
 
 def _first_step_ended(result: Any) -> float:

@@ -4,9 +4,7 @@ from dataflow.display.formatting import ASCII, Glyphs, age, clean, count, durati
 from dataflow.display.screen import StyledLine
 from dataflow.display.snapshot import Snapshot, Summary
 
-_FAULTS = 5
-_EPOCHS = 12
-"""Changes of a live run that are shown, the last ones."""
+_FAULTS, _CHANGES = 5, 12
 """That are shown; the last ones."""
 
 
@@ -61,10 +59,8 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         if counts:
             rows.append((name, clean(counts), ""))
     if known(summary.efficiency) is not None:
-        busiest = f"busiest stage: {clean(summary.busiest)}" if summary.busiest else ""
-        rows.append(("efficiency", score(summary.efficiency), busiest))
-    elif summary.busiest:
-        rows.append(("busiest", clean(summary.busiest), ""))
+        bound = f"bounded by {clean(summary.bounded_by)}" if summary.bounded_by else ""
+        rows.append(("efficiency", score(summary.efficiency), bound))
     if known(summary.staleness_mean) is not None or known(summary.staleness_max) is not None:
         mean, most = age(summary.staleness_mean, glyphs.dash), age(summary.staleness_max, glyphs.dash)
         rows.append(("staleness", f"{mean} mean, {most} max", ""))
@@ -80,12 +76,12 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         found.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])
     if len(summary.faults) > len(shown):
         found.append([(f"  {'':<12}", "dim"), (f"and {len(summary.faults) - len(shown)} before these", "dim")])
-    last, before = summary.epochs[-_EPOCHS:], ""
+    last, before = summary.changes[-_CHANGES:], ""
     for verb, text in last:
         found.append([(f"  {'' if verb == before else verb:<12}", "dim"), (clean(text), "")])
         before = verb
-    if len(summary.epochs) > len(last):
-        found.append([(f"  {'':<12}", "dim"), (f"after {len(summary.epochs) - len(last)} other changes", "dim")])
+    if len(summary.changes) > len(last):
+        found.append([(f"  {'':<12}", "dim"), (f"after {len(summary.changes) - len(last)} other changes", "dim")])
     if summary.hosts:
         found.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
     if summary.signal:

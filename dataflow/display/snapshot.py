@@ -107,9 +107,9 @@ class Summary:
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     efficiency: float | None = None
-    """Busy seconds of the busiest stage by wall seconds."""
-    busiest: str = ""
-    """Name of that stage."""
+    """Share of the time in which what bounds the run was at work."""
+    bounded_by: str = ""
+    """The node that bounds it."""
     staleness_mean: float | None = None
     staleness_max: float | None = None
     foreseen: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class Summary:
     """How often a worker was started again."""
     faults: tuple[str, ...] = ()
     """What fell, how it went on, and what was done again."""
-    epochs: tuple[tuple[str, str], ...] = ()
+    changes: tuple[tuple[str, str], ...] = ()
     """What was changed on the way, in order: swapped or set, and what."""
     hosts: str = ""
     """Which node was planned where, in a run over hosts."""

@@ -10,8 +10,8 @@ from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.logs import Trouble, last_errors
 from dataflow.doctor.verdict import MOVES_S, verdict
 from dataflow.doctor.waiting import seconds, trouble, waits
-from dataflow.folder.epochs import read_epochs
 from dataflow.folder.faults import FILE
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system import stacks
 from dataflow.system.optional_files import read_text
@@ -48,12 +48,13 @@ def ailments(folder: RunFolder) -> list[list[str]]:
     path = folder.path / FILE
     faults = read_text(path).splitlines()
     shown = [f"  {_fault(line)}" for line in faults[-_FAULTS:]]
+    changes = [f"  {change.verb} {change}" for change in read_live_changes(folder)[-_FAULTS:]]
     if len(faults) > _FAULTS:
         shown.insert(0, f"  {len(faults) - _FAULTS} before these, in {path.name}")
     return [
         _section("last errors of the logs", errors or ["  none"]),
         _section("workers that ended and were started again", shown),
-        _section("what was changed while it went on", [f"  {e.verb} {e}" for e in read_epochs(folder)[-_FAULTS:]]),
+        _section("what was changed while it went on", changes),
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from dataflow.folder.ledger import BaseLedger, Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.swaps import Swap
 
 MAX_STALENESS = "max_staleness"
 """The knob of a feedback edge, which goes by its reader."""
@@ -37,6 +38,8 @@ class KnobChange:
     """Seconds since 1970."""
     by: str = ""
     """Who asked for it, as user@host."""
+    swap: int = 0
+    """Number of the swap that had put the node's operator in place; 0: it is the one that was declared."""
 
     verb: ClassVar[str] = "set"
 
@@ -74,6 +77,13 @@ def read_changes(folder: RunFolder) -> tuple[KnobChange, ...]:
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         return recorded(ledger.facts())
     return ()
+
+
+def of_operators(changes: Iterable[KnobChange], swaps: Iterable[Swap]) -> tuple[KnobChange, ...]:
+    """Those of operators that are in place where these swaps were made, in order, and no others. A knob is set of one
+    operator, and of none that takes its place."""
+    in_place = {swap.node: swap.number for swap in swaps}
+    return tuple(each for each in changes if each.swap == in_place.get(each.node, 0))
 
 
 def bound_at(changes: Iterable[KnobChange], trainer: str, step: int, declared: int) -> int:

@@ -3,11 +3,12 @@
 import contextlib
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from dataflow.folder.ledger import BaseLedger, Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
+from dataflow.settable import Settable
 
 FACT = "swap"
 """In the ledger: `swap/000001` and so on."""
@@ -38,11 +39,17 @@ class Swap:
     """Seconds since 1970."""
     by: str = ""
     """Who asked for it, as user@host."""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """Those of it that may change, as `Settable.to_plain` gives them."""
     is_withdrawn: bool = False
     """Whether it was taken back after it stood in the ledger: a worker was killed once it was on record, and the next
     could not be built with it."""
 
     verb: ClassVar[str] = "swapped"
+
+    def settable(self) -> dict[str, Settable]:
+        """Its knobs that may change, with the values that its module gives them."""
+        return {name: Settable.from_plain(each) for name, each in self.knobs.items()}
 
     @property
     def mark(self) -> str:

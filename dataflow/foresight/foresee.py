@@ -16,7 +16,7 @@ from dataflow.foresight.counts import Counts, counts_of, decoder_of
 from dataflow.foresight.generation import GeneratorReplica, generate, prefill, sustain
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
-from dataflow.foresight.scenarios import Foreground, between, episode_of, once_s, scenario_of
+from dataflow.foresight.scenarios import Foreground, Operation, between, episode_of, once_s, scenario_of
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
@@ -30,6 +30,7 @@ from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place
 from dataflow.planning.placement import Placement
 from dataflow.planning.plan import Plan, plan
+from dataflow.scorer import Scorer
 from dataflow.structure import Structure, group_size, sources_of
 
 T = TypeVar("T", bound=Operator)
@@ -38,30 +39,6 @@ SIMULATED_STEPS = 60
 """Where nobody says how many; of a longer run so many are looked at."""
 BRIEF_STEPS = 18
 """Of a simulation that is to tell placements apart."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One operator's share of a step."""
-
-    node: str
-    devices: str
-    """For people: 8 x H100."""
-    cut: str
-    """How replicas and ranks share it out, for people."""
-    count: int
-    """Of its devices."""
-    seconds: float
-    """That it is at work for a step, each of its replicas in the mean."""
-    need_bytes: int | None
-    """Of memory, of one rank, at least."""
-    room_bytes: int | None
-    kinds: Mapping[str, int] = field(default_factory=dict)
-    """Its accelerators, by kind."""
-    at_once: float = 0.0
-    """Rollouts that a generator decodes at once, on all its devices, at most."""
-    waits: bool = False
-    """Whether it waits for something elsewhere, and computes nothing meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +83,12 @@ class Foreseen:
 
     @property
     def efficiency(self) -> float:
-        """Share of a step in which the busiest is at work, of those that compute, as a run's summary has it."""
-        return min(1.0, max(each.seconds for each in self.operations if not each.waits) / self.step_s)
+        """Share of a step in which what bounds it is at work, as a run's summary has it: operators that one worker has
+        are at work one after the other."""
+        busy: Counter[tuple[str, str]] = Counter()
+        for each in self.operations:
+            busy[each.worker, "" if each.worker else each.node] += each.seconds  # type: ignore[assignment]
+        return min(1.0, max(busy.values()) / self.step_s)
 
     def idle(self, operation: Operation) -> float:
         """Share of a step in which it waits."""
@@ -196,8 +177,10 @@ def _by_simulation(
     found = simulate(scenario_of(ground, steps=max(3, looked_at), failures=failures))
     shares = {ground.generator.name: "generator", ground.trainer.name: "trainer"}
     operations = tuple(
-        replace(each, seconds=found.busy[shares.get(each.node, each.node)] * found.step_s) for each in made.operations
-    )
+        each if each.waits  # as many of its calls are open in the mean as its closed form has
+        else replace(each, seconds=found.busy[shares.get(each.node, each.node)] * found.step_s)
+        for each in made.operations
+    )  # fmt: skip
     low, high = np.percentile(found.steps_s, [10, 90])
     return replace(
         made, operations=operations, step_s=found.step_s, spread_s=(float(low), float(high)),
@@ -285,6 +268,7 @@ def _closed(ground: Foreground) -> list[Operation]:
             found.append(Operation(
                 node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need_bytes=None, room_bytes=None,
                 seconds=rollouts * timed[each.name] / each.traits.calls_at_once, waits=each.traits.calls_at_once > 1,
+                worker="" if isinstance(each, Scorer) and each.isolate else ground.made.placements[each.name].worker,
             ))  # fmt: skip
     return found
 

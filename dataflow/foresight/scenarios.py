@@ -1,4 +1,4 @@
-"""A planned graph as the simulation takes it."""
+"""A planned graph as its costs are counted: by closed forms, operator by operator, and as the simulation takes it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,32 @@ from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.structure import Structure, episodes_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operator's share of a step."""
+
+    node: str
+    devices: str
+    """For people: 8 x H100."""
+    cut: str
+    """How replicas and ranks share it out, for people."""
+    count: int
+    """Of its devices."""
+    seconds: float
+    """That it is at work for a step, each of its replicas in the mean."""
+    need_bytes: int | None
+    """Of memory, of one rank, at least."""
+    room_bytes: int | None
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Its accelerators, by kind."""
+    at_once: float = 0.0
+    """Rollouts that a generator decodes at once, on all its devices, at most."""
+    waits: bool = False
+    """Whether it waits for something elsewhere, and computes nothing meanwhile."""
+    worker: str = ""
+    """Which it shares with others; empty: its processes are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

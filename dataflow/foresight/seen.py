@@ -17,6 +17,7 @@ from dataflow.errors import GraphError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.foresight.counts import Counts, counts_of
 from dataflow.foresight.lengths import Lengths
+from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
 from dataflow.records import MASK, TOKENS, TURN
 from dataflow.structure import lines_of
@@ -45,6 +46,8 @@ class ActivitySpan:
     seconds: float
     busy_s: float
     """Of all its replicas."""
+    beside_s: float = 0.0
+    """The part of that which the node's own processes had."""
     steps: float
     """Decode steps of a generator, steps of a trainer."""
     tokens: float
@@ -63,7 +66,7 @@ class SeenRun:
     trainer: str
     model: Counts
     placed: Mapping[str, Mapping[str, Any]]
-    """By node: replicas, ranks, gpus, threads."""
+    """By node: worker, replicas, ranks, gpus, threads."""
     max_staleness: int
     group_size: int
     prompts_per_step: int
@@ -73,6 +76,8 @@ class SeenRun:
     """By node."""
     steps: Sequence[Mapping[str, Any]]
     """The trainer's lines of metrics.jsonl, without the first ones."""
+    in_turn: Sequence[Sequence[str]] = ()
+    """Nodes that took turns on devices."""
     turns: Mapping[str, float] = field(default_factory=dict)
     """Of the policy in a rollout, in the mean, by episode."""
     world_s: Mapping[str, float] = field(default_factory=dict)
@@ -91,14 +96,16 @@ class SeenRun:
 
     @property
     def efficiency(self) -> float:
-        """Share of its seconds that the busiest node was at work, each replica in the mean."""
-        shares = []
+        """Share of its seconds that what bounds it was at work, each replica in the mean."""
+        busy: dict[str, float] = {}
+        beside: dict[str, float] = {}
         for node, found in self.stretches.items():
-            seconds = sum(each.seconds for each in found)
-            replicas = int(self.placed.get(node, {}).get("replicas", 1))
+            seconds = sum(each.seconds for each in found) * int(self.placed.get(node, {}).get("replicas", 1))
             if seconds:
-                shares.append(sum(each.busy_s for each in found) / seconds / replicas)
-        return max(shares, default=0.0)
+                busy[node] = sum(each.busy_s for each in found) / seconds
+                beside[node] = sum(each.beside_s for each in found) / seconds
+        bound = bounded(1.0, busy, beside, {"placed": self.placed, "turns": self.in_turn})
+        return bound.share if bound else 0.0
 
     @property
     def computed(self) -> float:
@@ -144,7 +151,7 @@ def look(path: Path) -> SeenRun:
         path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
         max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
         prompts_per_step=int(counted[0]["groups"]), prompt_tokens=prompt, lengths=lengths, stretches=found,
-        steps=counted,
+        steps=counted, in_turn=config.get("turns", ()),
     )  # fmt: skip
 
 
@@ -194,7 +201,7 @@ def _activity_spans(lines: Sequence[Mapping[str, Any]], node: str) -> list[Activ
             return float(now[name].get(key, 0)) - float(then.get(name, {}).get(key, 0))
 
         made = ActivitySpan(
-            seconds=after["seconds"] - before["seconds"], busy_s=spent(node, "busy"),
+            seconds=after["seconds"] - before["seconds"], busy_s=spent(node, "busy"), beside_s=spent(node, "beside"),
             steps=spent(node, "decode_steps") + spent(node, "step"), tokens=spent(node, "tokens"),
             rows_in=spent(node, "rows_in"), rows_out=spent(node, "rows_out"),
             decoded=tuple(

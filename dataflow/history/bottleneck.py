@@ -5,7 +5,8 @@ them gain. So it is their sum that bounds a run, and the largest part of it that
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 ALIKE = 0.02
 """Shares that differ by less are alike."""
@@ -54,6 +55,33 @@ def bounding(found: Sequence[BusyShare], order: Sequence[str]) -> str | None:
     """
     alike_ones = [load.node for load in found if load.share > found[0].share - ALIKE and load.busy > 0]
     return max(alike_ones, key=list(order).index, default=None)
+
+
+def bounded(
+    seconds: float | None, busy: Mapping[str, float], beside: Mapping[str, float], config: Mapping[str, Any]
+) -> BusyShare | None:
+    """What bounded a run in so many seconds, the node that has the largest part in it, and the efficiency: the share of
+    the time in which it was at work. None where nothing is known to have worked.
+
+    busy, beside: by node, seconds at work, and those of its own processes among them, in the mean of its replicas.
+    config: which worker had which node, and which nodes took turns, as config.json has it.
+
+    >>> placed = {"draw": {"worker": "draw"}, "judge": {"worker": "light"}, "credit": {"worker": "light"}}
+    >>> bounded(10.0, {"draw": 6.0, "judge": 4.0, "credit": 3.0}, {}, {"placed": placed})
+    BusyShare(share=0.7, node='judge', busy=0.4)
+    """
+    placed = config.get("placed") or {}
+    order = [*(name for name in placed if name in busy), *(name for name in busy if name not in placed)]
+    if not seconds or not order:
+        return None
+    workers = {name: str((placed.get(name) or {}).get("worker", name)) for name in order}
+    found = heaviest(
+        {name: busy[name] / seconds for name in order}, {name: spent / seconds for name, spent in beside.items()},
+        groups(order, [*alike(workers), *config.get("turns", ())]),
+    )  # fmt: skip
+    node = bounding(found, order)
+    load = next((load for load in found if load.node == node), None)
+    return None if load is None else replace(load, share=min(1.0, load.share))
 
 
 def groups(names: Sequence[str], together: Iterable[Iterable[str]]) -> list[list[str]]:

@@ -17,7 +17,9 @@ from dataflow.system.files import RunFolderError, to_json
 from dataflow.system.optional_files import Kind
 from dataflow.worker.kept_counts import EdgeSums, known_edges
 
-TIMES: Mapping[str, Kind] = {"outcome": str, "seconds": (int, float), "busy_seconds": dict, "edges": dict}
+TIMES: Mapping[str, Kind] = {
+    "outcome": str, "seconds": (int, float), "busy_seconds": dict, "beside_seconds": dict, "edges": dict,
+}  # fmt: skip
 """What times.json holds, once it is there."""
 CUT_OFF = "round cut off"
 """Why groups of an evaluation are dropped that had not finished when their run ended."""
@@ -34,6 +36,7 @@ class Begun:
     seconds: float = 0.0
     """Of training, in the parts of the run before this one, as far as they are known."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    beside_seconds: Mapping[str, float] = field(default_factory=dict)
     edges: EdgeSums = field(default_factory=dict)
     """By data edge, what has crossed it in those parts; as `kept_counts.total` has it."""
 
@@ -160,12 +163,10 @@ def take_up(folder: RunFolder, graph: Graph, recorded: RecordedRun, steps: int |
     number_finished(folder.path, recorded.part)
     times = recorded.times
     return Begun(
-        steps=made,
-        rounds=rounds,
-        seconds=float(times.get("seconds", 0.0)),
-        busy_seconds=times.get("busy_seconds", {}),
+        steps=made, rounds=rounds, seconds=float(times.get("seconds", 0.0)),
+        busy_seconds=times.get("busy_seconds", {}), beside_seconds=times.get("beside_seconds", {}),
         edges=known_edges(times.get("edges")),
-    )
+    )  # fmt: skip
 
 
 def has_begun(folder: RunFolder) -> bool:

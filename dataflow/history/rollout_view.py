@@ -23,7 +23,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.system.files import to_json
 
-_SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS}
+_SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS, records.OF_SOURCE}
 _COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red"))
 """By a token's log-probability: what it is at least, and its colour."""
 
@@ -149,7 +149,9 @@ def _in_file(
     if not rows:
         return []
     known = {source: tuple(ledger.fates(source, rows[0][records.GROUP_ID])) for source in ledger.sources()}
-    if outcome:
+    if all(row.get(records.OF_SOURCE) for row in rows):
+        sources = [row[records.OF_SOURCE] for row in rows]
+    elif outcome:
         sources = [
             source for source, fates in known.items()
             if any((fate.outcome, fate.step) == (outcome, step) for fate in fates)
@@ -158,7 +160,7 @@ def _in_file(
         sources = [path.name.partition(".")[2].removesuffix(".arrows")]
     place = str(path.relative_to(folder.path))
     return [
-        FoundRollout(source=source, place=place, row=row, fates=known.get(source, ()))
+        FoundRollout(source=source, place=place, row=row, fates=tuple(ledger.fates(source, row[records.GROUP_ID])))
         for source, row in zip(sources, rows, strict=False)
     ]
 

@@ -11,11 +11,12 @@ from typing import Any, TypeGuard
 from dataflow.display import Summary
 from dataflow.display.silence import silence
 from dataflow.folder.copies.parts import CONFIG, Copies
-from dataflow.folder.epochs import read_epochs
 from dataflow.folder.faults import describe_faults, read_faults, restarts
 from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
+from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.planning.hosts import named
@@ -35,9 +36,9 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     scores = [line["eval_accuracy"] for line in lines if line.get("eval_accuracy") is not None]
     rewards = [line["reward_mean"] for line in steps if line.get("reward_mean") is not None]
     tenth = max(1, len(rewards) // 10)
-    busy: dict[str, float] = times.get("busy_seconds", {})
-    busiest = max(busy, key=lambda node: busy[node], default="")
     seconds = times.get("seconds")
+    bound = bounded(seconds, times.get("busy_seconds", {}), times.get("beside_seconds", {}), config)
+    efficiency = bound.share if bound else None
     path, program = _from_here(folder.path), _program()
     return Summary(
         graph=graph.get("name", path.name), outcome=times.get("outcome", "not finished"),
@@ -46,12 +47,12 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         failed=_added(steps, "failed"), does_not_apply=_added(steps, "does_not_apply"),
         reward_before=_mean(rewards[:tenth]), reward_after=_mean(rewards[-tenth:]),
         accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
-        efficiency=busy[busiest] / seconds if busiest and seconds else None, busiest=busiest,
+        efficiency=efficiency, bounded_by=bound.node if bound else "",
         staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
         staleness_max=max((line["staleness_max"] for line in steps if "staleness_max" in line), default=None),
-        foreseen=_foreseen(folder.foreseen, steps, busy[busiest] / seconds if busiest and seconds else None),
+        foreseen=_foreseen(folder.foreseen, steps, efficiency),
         restarts=restarts(folder.path), faults=tuple(describe_faults(read_faults(folder.path))),
-        epochs=tuple((epoch.verb, str(epoch)) for epoch in read_epochs(folder)),
+        changes=tuple((change.verb, str(change)) for change in read_live_changes(folder)),
         hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
         verdict=verdict, is_clean=is_clean, folder=str(path),
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),

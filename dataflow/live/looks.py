@@ -12,7 +12,7 @@ from dataflow.doctor.verdict import verdict
 from dataflow.doctor.waiting import trouble
 from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.history.bottleneck import alike, bounding, groups, heaviest
+from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.live.edges import counted, data_edges, data_edges_of
@@ -105,11 +105,8 @@ class Looks:
 def _bounded(nodes: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str | None:
     """The node that bounded a run, by the shares of all of it."""
     busy = {str(node["name"]): float(node["shares"]["busy"]) for node in nodes if node["shares"]}
-    placed = config.get("placed") or {}
-    workers = {name: str((placed.get(name) or {}).get("worker", name)) for name in busy}
-    beside = {str(node["name"]): float(node["beside"]) for node in nodes}
-    found = heaviest(busy, beside, groups(list(busy), [*alike(workers), *config.get("turns", ())]))
-    return bounding(found, list(busy))
+    found = bounded(1.0, busy, {str(node["name"]): float(node["beside"]) for node in nodes}, config)
+    return found.node if found else None
 
 
 def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], float]:

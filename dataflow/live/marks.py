@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.folder.epochs import read_epochs
 from dataflow.folder.faults import FILE, describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.request_log import read_requests
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
@@ -44,7 +44,7 @@ class Marks:
             lines = [line for _, line in stream_lines(path, start)][-MOST:]
             self._found = {
                 "faults": [{"step": self._step_at(line.get("at")), **_fault(line)} for line in lines],
-                "swaps": [{"step": each.step, "text": str(each)} for each in read_epochs(self.folder)[-MOST:]],
+                "swaps": [{"step": each.step, "text": str(each)} for each in read_live_changes(self.folder)[-MOST:]],
                 "requests": [_request(line) for line in read_requests(self.folder.path)[-MOST:]],
             }
             self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))

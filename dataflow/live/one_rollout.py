@@ -1,5 +1,6 @@
 """One rollout in full, a part at a time: its texts, its tokens with their numbers, its group."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,9 +33,9 @@ def one(table: pa.Table, row: int) -> dict[str, Any]:
     columns = {
         name: cut(str(number(value)), 400) for name, value in scores(found).items() if name not in texts
     }  # fmt: skip
-    same = pc.equal(table.column(records.GROUP_ID), found[records.GROUP_ID])
-    prompt = pc.equal(table.column(records.PROMPT_ID), found[records.PROMPT_ID])
-    rows = pc.indices_nonzero(pc.and_(same, prompt).combine_chunks()).to_pylist()
+    alike = [name for name in (records.GROUP_ID, records.PROMPT_ID, records.OF_SOURCE) if name in found]
+    same = functools.reduce(pc.and_, [pc.equal(table.column(name), found[name]) for name in alike])
+    rows = pc.indices_nonzero(same.combine_chunks()).to_pylist()
     return {
         "rollout_id": found[records.ROLLOUT_ID], "group_id": found[records.GROUP_ID],
         "prompt_id": cut(found[records.PROMPT_ID]), "position": found[records.POSITION],

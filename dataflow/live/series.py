@@ -13,6 +13,8 @@ import numpy as np
 from dataflow.draw.curve import ACCURACY_NAME
 from dataflow.draw.decimate import LEAST_POINTS, decimate, running_mean
 from dataflow.folder.run_folder import RunFolder
+from dataflow.history.bottleneck import bounded
+from dataflow.history.describe import described
 from dataflow.runs.pictures import DOZEN, FIGURES
 
 MOST_SERIES = 600
@@ -71,6 +73,7 @@ class Metrics:
         self._read = self._read_activity = 0
         self._last: dict[tuple[str, bool], float] = {}
         self._before: dict[str, Any] | None = None
+        self._config: Mapping[str, Any] = {}
         self.restarts: list[int] = []
         self.rounds: list[int] = []
         """Steps of evaluations."""
@@ -184,16 +187,20 @@ class Metrics:
         passed = _number(line.get("seconds")) - _number(before.get("seconds"))
         if not passed > 0:
             return
-        most = -math.inf
+        shares: dict[str, dict[str, float]] = {"busy": {}, "beside": {}}
         for node, said in nodes.items():
             if isinstance(said, dict) and isinstance(old.get(node), dict):
-                spent = _number(said.get("busy")) - _number(old[node].get("busy"))
-                share = spent / passed / max(1.0, _number(said.get("replicas")))
-                if share >= 0:  # less: it was started anew
-                    self._put(str(node), "busy_share", step, min(1.0, share))
-                    most = max(most, min(1.0, share))
-        if most >= 0:
-            self._put("", "efficiency", step, most)
+                for state, found in shares.items():
+                    spent = _number(said.get(state)) - _number(old[node].get(state))
+                    share = spent / passed / max(1.0, _number(said.get("replicas")))
+                    if share >= 0:  # less: it was started anew
+                        found[str(node)] = min(1.0, share)
+        for node, share in shares["busy"].items():
+            self._put(node, "busy_share", step, share)
+        self._config = self._config or described(self._folder)[1]
+        beside = {node: share for node, share in shares["beside"].items() if node in shares["busy"]}
+        if (bound := bounded(1.0, shares["busy"], beside, self._config)) is not None:
+            self._put("", "efficiency", step, bound.share)
 
 
 def numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -1,6 +1,6 @@
 """Other values for knobs of a declared graph: which may change, and what becomes of its operators; pure."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dataflow.errors import GraphError, nearest
@@ -40,15 +40,17 @@ def with_values(graph: Structure, wishes: Mapping[str, Any]) -> tuple[dict[str, 
     return others, bounds
 
 
-def placed(graph: Structure, place: str) -> tuple[str, str]:
-    """The node and the knob of NODE.KNOB. GraphError where there is none such that may change."""
+def placed(
+    graph: Structure, place: str, knobs_of: Callable[[Structure, str], Mapping[str, Settable]] = settable_of
+) -> tuple[str, str]:
+    """The node and the knob of NODE.KNOB. knobs_of: those of a node that may change. GraphError where there is none."""
     name, _, knob = place.partition(".")
     if name not in graph.operators:
         raise GraphError(
             f"'{place}' names no node of the graph, which has {list(graph.operators)}{nearest(name, graph.operators)}; "
             f"write NODE.KNOB, as in trainer.lr"
         )
-    known = settable_of(graph, name)
+    known = knobs_of(graph, name)
     if knob in known:
         return name, knob
     may = ", ".join(f"{name}.{each} = {known[each].value!r}" for each in known) or f"nothing of '{name}'"

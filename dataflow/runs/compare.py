@@ -7,7 +7,7 @@ from typing import Any
 
 from dataflow.display.formatting import clean, sparkline
 from dataflow.draw.charts import charts_svg
-from dataflow.folder.epochs import read_epochs
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.environment import KEY as ENVIRONMENT
@@ -33,7 +33,7 @@ class Side:
     name: str
     graph: Mapping[str, Any]
     config: Mapping[str, Any]
-    epochs: Sequence[str]
+    changes: Sequence[str]
     figures: Figures
     lines: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     """Of metrics.jsonl: steps of its trainer, evaluations."""
@@ -51,8 +51,9 @@ class Differs:
 def side_of(folder: RunFolder, name: str) -> Side:
     """What is compared of a run. name: what it is called here."""
     (graph, config), lines = described(folder), read_lines(folder)
+    changes = [f"{change.verb} {change}" for change in read_live_changes(folder)]
     return Side(
-        name=name, graph=graph, config=config, epochs=[f"{epoch.verb} {epoch}" for epoch in read_epochs(folder)],
+        name=name, graph=graph, config=config, changes=changes,
         figures=figures_of(folder, lines), lines=[*lines.steps, *lines.evaluations],
     )  # fmt: skip
 
@@ -89,7 +90,7 @@ def _settings(side: Side, nodes: Collection[str], known: bool) -> dict[str, str]
     for name in ("seed", "steps", "keep_steps", "max_staleness"):
         if config.get(name) is not None:
             found[name] = str(config[name])
-    found |= {f"changed, {number}": epoch for number, epoch in enumerate(side.epochs, 1)}
+    found |= {f"changed, {number}": change for number, change in enumerate(side.changes, 1)}
     for node in sorted(nodes):
         placed, hosts = ((config.get(name) or {}).get(node) for name in ("placed", "hosts"))
         found |= {f"{what} of {node}": str(value) for what, value in (placed or {}).items()}
@@ -108,7 +109,7 @@ _ROWS: Sequence[tuple[str, Callable[[Figures], Any]]] = (
     ("rollouts per second", lambda of: of.rollouts_per_s), ("tokens trained per second", lambda of: of.tokens_per_s),
     ("accuracy", lambda of: of.accuracy), ("reward", lambda of: of.reward), ("loss", lambda of: of.loss),
     ("staleness, mean", lambda of: of.staleness_mean), ("staleness, most", lambda of: of.staleness_max),
-    ("efficiency", lambda of: of.efficiency), ("busiest node", lambda of: of.busiest),
+    ("efficiency", lambda of: of.efficiency), ("bounded by", lambda of: of.bounded_by),
     ("groups dropped", lambda of: of.dropped), ("faults", lambda of: of.faults), ("restarts", lambda of: of.restarts),
 )  # fmt: skip
 

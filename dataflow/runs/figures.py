@@ -8,6 +8,8 @@ from typing import Any
 
 from dataflow.folder.faults import restarts
 from dataflow.folder.run_folder import RunFolder
+from dataflow.history.bottleneck import bounded
+from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.runs.tables import Lines, fault_lines, series
 
@@ -42,8 +44,9 @@ class Figures:
     staleness_mean: float | None
     staleness_max: float | None
     efficiency: float | None
-    """Share of the seconds in which the busiest node was at work."""
-    busiest: str
+    """Share of the seconds in which what bounds the run was at work."""
+    bounded_by: str
+    """The node that bounds it."""
     dropped: int
     """Groups."""
     faults: int
@@ -54,7 +57,7 @@ def figures_of(folder: RunFolder, lines: Lines) -> Figures:
     """Those of the run in a folder. lines: as `read_lines` has them."""
     times = folder.read_json("times.json", TIMES)
     return figures(
-        lines.steps, lines.evaluations, times, faults=len(fault_lines(folder)),
+        lines.steps, lines.evaluations, times, described(folder)[1], faults=len(fault_lines(folder)),
         restarts=restarts(folder.path),
     )  # fmt: skip
 
@@ -63,19 +66,19 @@ def figures(
     steps: Sequence[Mapping[str, Any]],
     evaluations: Sequence[Mapping[str, Any]],
     times: Mapping[str, Any],
+    config: Mapping[str, Any],
     *,
     faults: int = 0,
     restarts: int = 0,
 ) -> Figures:
-    """From lines of metrics.jsonl and times.json."""
+    """From lines of metrics.jsonl, times.json and config.json."""
     full = steps[len(steps) // 10 :]
     # From one step to the next: a run that was resumed, or made steps again, has gaps.
     ends = [value for _, value in series(full, "seconds")]
     pauses = [after - before for before, after in pairwise(ends) if after > before]
     seconds = times.get("seconds") or None
     rollouts = sum(int(value) for _, value in series(steps, "rollouts"))
-    busy: Mapping[str, float] = times.get("busy_seconds") or {}
-    busiest = max(busy, key=lambda node: busy[node], default="")
+    bound = bounded(seconds, times.get("busy_seconds") or {}, times.get("beside_seconds") or {}, config)
     accuracy = [value for _, value in series(evaluations, "eval_accuracy")]
     stale = [value for _, value in series(steps, "staleness_mean")]
     return Figures(
@@ -87,7 +90,7 @@ def figures(
         loss=_course([value for _, value in series(steps, "loss")], min),
         staleness_mean=statistics.fmean(stale) if stale else None,
         staleness_max=max((value for _, value in series(steps, "staleness_max")), default=None),
-        efficiency=busy[busiest] / seconds if seconds and busiest else None, busiest=busiest,
+        efficiency=bound.share if bound else None, bounded_by=bound.node if bound else "",
         dropped=sum(_count(line.get("dropped")) for line in steps), faults=faults, restarts=restarts,
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ def tiles(figures: Figures, state: str) -> str:
         found.append(("staleness", f"{figures.staleness_mean:.2f}", f"versions, mean; {figures.staleness_max:g} at most"
                       if figures.staleness_max is not None else "versions, mean"))  # fmt: skip
     if figures.efficiency is not None:
-        found.append(("efficiency", f"{figures.efficiency:.0%}", f"busiest: {figures.busiest}"))
+        found.append(("efficiency", f"{figures.efficiency:.0%}", f"bounded by {figures.bounded_by}"))
     if figures.faults:
         found.append(("faults", count(figures.faults), f"{figures.restarts} came back"))
     return f'<dl class="tiles">{"".join(_tile(*each) for each in found)}</dl>'

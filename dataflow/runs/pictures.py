@@ -36,7 +36,7 @@ FIGURES = (
     Figure("ess", "effective share of tokens (ess)", True),
     Figure("trained_tokens_per_s", "tokens trained per second", True),
     Figure("generated_tokens_per_s", "tokens generated per second", True),
-    Figure("efficiency", "time at work of the busiest node", True),
+    Figure("efficiency", "time at work of what bounds the run", True),
     Figure("seconds_step", "seconds of a step", True),
     Figure("signal_share", "groups whose rewards differ", True),
     Figure("staleness_max", "staleness, versions, most", True),

@@ -9,9 +9,9 @@ from string import Template
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.folder.epochs import Epoch, read_epochs
 from dataflow.folder.faults import describe_faults
 from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.live_changes import LiveChange, read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.environment import KEY as ENVIRONMENT
@@ -43,9 +43,9 @@ def write_report(folder: RunFolder, out: Path, *, by: str = "reward") -> None:
 def report(folder: RunFolder, *, by: str = "reward") -> str:
     """The whole page."""
     graph, config = described(folder)
-    state, epochs = state_of(folder), read_epochs(folder)
+    state, changes = state_of(folder), read_live_changes(folder)
     lines = read_lines(folder)
-    drawn = charts_of({"": [*lines.steps, *lines.evaluations]}, _marks(epochs))
+    drawn = charts_of({"": [*lines.steps, *lines.evaluations]}, _marks(changes))
     begun = begun_at(folder, config)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun)) if begun is not None else "at an unknown time"
     found = parts_of(folder)
@@ -53,7 +53,7 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
         ("curves", "Curves", parts.charts(drawn)),
         ("graph", "Graph", parts.graph(graph_svg(graph, config))),
         ("rollouts", "Rollouts", parts.rollouts(examples_of(found.files, by))),
-        ("faults", "Faults and changes", _faults(folder, epochs)),
+        ("faults", "Faults and changes", _faults(folder, changes)),
         ("ledger", "Ledger", _ledger(folder, found.notes)),
         ("environment", "Environment", _environment(config)),
     ]
@@ -72,7 +72,7 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
     )  # fmt: skip
 
 
-def _faults(folder: RunFolder, epochs: tuple[Epoch, ...]) -> str:
+def _faults(folder: RunFolder, changes: tuple[LiveChange, ...]) -> str:
     lines = fault_lines(folder)
     body = []
     if lines:
@@ -83,10 +83,10 @@ def _faults(folder: RunFolder, epochs: tuple[Epoch, ...]) -> str:
         body.append("<p>No worker ended that was not to.</p>")
     if len(lines) > MOST_FAULTS:
         body.append(f'<p class="muted">The last {MOST_FAULTS} of {len(lines):,}.</p>')
-    if epochs:
+    if changes:
         body += [
             "<h3>What was changed while it went on</h3>",
-            f"<ul>{''.join(f'<li>{e.verb} {escaped(e, 500)}</li>' for e in epochs)}</ul>",
+            f"<ul>{''.join(f'<li>{each.verb} {escaped(each, 500)}</li>' for each in changes)}</ul>",
         ]
     return "".join(body)
 
@@ -143,8 +143,8 @@ def command_of(config: Mapping[str, Any]) -> str:
     return shlex.join(map(str, command)) if isinstance(command, list) else ""
 
 
-def _marks(epochs: tuple[Epoch, ...]) -> list[tuple[float, str]]:
-    return [(float(each.step), each.mark) for each in epochs]
+def _marks(changes: tuple[LiveChange, ...]) -> list[tuple[float, str]]:
+    return [(float(each.step), each.mark) for each in changes]
 
 
 def _head(path: Path) -> bytes:

@@ -14,7 +14,7 @@ from dataflow.folder.rollout_files import arrow_schema, stream_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
-from dataflow.records import DROP_REASON, VERSIONS, group_slices
+from dataflow.records import DROP_REASON, OF_SOURCE, VERSIONS, group_slices
 from dataflow.runs.which import TRAINED, Part, check_trainer, fates_of, leaders_of, trainers_of
 from dataflow.system.files import RunFolderError
 from dataflow.tokens.ages import staleness_at, staleness_parts
@@ -62,7 +62,7 @@ def rollout_schema(parts: Iterable[Part], columns: Collection[str] | None = None
 
 def with_added(fields: Iterable[pa.Field], columns: Collection[str] | None = None) -> pa.Schema:
     """The columns that are added here, then these."""
-    own = [field for field in fields if field.name not in ADDED]
+    own = [field for field in fields if field.name not in (*ADDED, OF_SOURCE)]
     added = [pa.field(name, kind) for name, kind in ADDED.items() if columns is None or name in columns]
     if all(field.name != DROP_REASON for field in own) and (columns is None or DROP_REASON in columns):
         own.append(pa.field(DROP_REASON, pa.string()))
@@ -76,7 +76,7 @@ def rollout_batches(
 
     schema: as `rollout_schema` has it. columns: only these. Errors: RunFolderError for a damaged file."""
     schema = schema or rollout_schema(parts, columns)
-    wanted = None if columns is None else {*columns, VERSIONS}
+    wanted = None if columns is None else {*columns, VERSIONS, OF_SOURCE}
     for part in parts:
         try:
             for batch in stream_arrow(part.path, wanted):
@@ -93,7 +93,8 @@ def _facts(part: Part, batch: pa.RecordBatch) -> dict[str, Any]:
         versions = batch.column(VERSIONS)
         found = staleness_at(part.step, versions), *staleness_parts(part.step, versions)
         ages = dict(zip(ages, found, strict=True))
-    return {OUTCOME: part.outcome, NODE: part.node or None, SOURCE: part.source, STEP: part.step, **ages}
+    source = batch.column(OF_SOURCE) if OF_SOURCE in batch.schema.names else part.source
+    return {OUTCOME: part.outcome, NODE: part.node or None, SOURCE: source, STEP: part.step, **ages}
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema, facts: Mapping[str, Any]) -> pa.RecordBatch:

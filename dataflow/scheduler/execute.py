@@ -15,8 +15,8 @@ from dataflow.draw import reward_curve_svg
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.disks.bringing import Bringing
-from dataflow.folder.epochs import read_epochs
 from dataflow.folder.ledger_service.client import LedgerClient
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
 from dataflow.folder.swaps import latest
@@ -36,7 +36,7 @@ from dataflow.system.processes import machine
 from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.following import TrackersOfRun
 from dataflow.worker.host import Settings
-from dataflow.worker.kept_counts import EdgeSums, total
+from dataflow.worker.kept_counts import total
 from dataflow.worker.swapped import swapped
 
 
@@ -62,6 +62,7 @@ class TrainingResult:
     stopped: bool
     """Whether the user ended it early."""
     busy_seconds: Mapping[str, float]
+    beside_seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,23 +115,26 @@ class Times:
         """Write how far it is, now and then."""
         if time.monotonic() - self._looked > TIMES_S:
             self._looked = time.monotonic()
-            self.write("not finished", watch.seconds, watch.busy_seconds, watch.crossed, flush=False)
+            self.write("not finished", watch, flush=False)
         if time.monotonic() - self._noted > activity_every(watch.seconds):
             self._noted = time.monotonic()
             self._folder.note_activity(watch.seconds, watch.activity, watch.crossed)
 
-    def write(
-        self, outcome: str, seconds: float, busy_seconds: Mapping[str, float], crossed: EdgeSums, *, flush: bool = True
-    ) -> None:
-        """Seconds, by node seconds at work, and by data edge what has crossed it, of this part."""
+    def write(self, outcome: str, watch: ProgressWatch | None = None, *, flush: bool = True) -> None:
+        """Seconds, by node seconds at work, and by data edge what has crossed it, of this part, if it has begun, and of
+        those before it."""
         before = self._begun
-        busy = {
-            node: before.busy_seconds.get(node, 0.0) + busy_seconds.get(node, 0.0)
-            for node in {**before.busy_seconds, **busy_seconds}
-        }
-        edges = total([{"before": before.edges}, {"now": crossed}])
-        found = {"outcome": outcome, "seconds": before.seconds + seconds, "busy_seconds": busy, "edges": edges}
+        found = {
+            "outcome": outcome, "seconds": before.seconds + (watch.seconds if watch else 0.0),
+            "busy_seconds": _added(before.busy_seconds, watch.busy_seconds if watch else {}),
+            "beside_seconds": _added(before.beside_seconds, watch.beside_seconds if watch else {}),
+            "edges": total([{"before": before.edges}, {"now": watch.crossed if watch else {}}]),
+        }  # fmt: skip
         self._folder.write_json("times.json", found, flush=flush)
+
+
+def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    return {node: left.get(node, 0.0) + right.get(node, 0.0) for node in {**left, **right}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +169,8 @@ def execute(run: RunSpec) -> TrainingResult:
             _inline(run, watch, times, notices, following)
             if run.in_one_process else _processes(run, watch, times, clock, notices, following)
         )  # fmt: skip
-        said = "stopped" if outcome.stopped else "finished"
-        times.write(said, outcome.seconds, outcome.busy_seconds, watch.crossed)
-        marks = [(epoch.step, epoch.mark) for epoch in read_epochs(folder)]
+        times.write("stopped" if outcome.stopped else "finished", watch)
+        marks = [(change.step, change.mark) for change in read_live_changes(folder)]
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
         merge(folder)
     finally:
@@ -274,8 +277,9 @@ def _inline(
 
 def _outcome(watch: ProgressWatch, state: RunStateMachine) -> TrainingResult:
     return TrainingResult(
-        seconds=watch.seconds, steps=state.step, stopped=state.draining, busy_seconds=watch.busy_seconds
-    )
+        seconds=watch.seconds, steps=state.step, stopped=state.draining, busy_seconds=watch.busy_seconds,
+        beside_seconds=watch.beside_seconds,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

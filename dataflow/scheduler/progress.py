@@ -3,7 +3,7 @@
 import collections
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from dataflow.display import EdgeSnapshot, NodeSnapshot, Snapshot
 from dataflow.display.silence import Silence
@@ -19,6 +19,9 @@ from dataflow.worker.kept_counts import total
 from dataflow.worker.state_clock import BESIDE, STATES
 
 _WINDOW_S = 5.0
+_BUSY = "busy"
+_Spent: TypeAlias = dict[str, dict[str, float]]
+"""By state and node, seconds."""
 _COUNTED = ("tokens", "version", "step", "turns", "world_s")
 """What a status has of work done."""
 _DECODED = "decode_"
@@ -47,11 +50,11 @@ class ProgressWatch:
     ) -> None:
         self._graph, self._plan, self._folder, self._steps, self._clock = graph, plan, folder, steps, clock
         self._began = clock()
-        self._training: tuple[float, dict[str, float]] | None = None
-        self._trained: tuple[float, dict[str, float]] | None = None
+        self._training: tuple[float, _Spent] | None = None
+        self._trained: tuple[float, _Spent] | None = None
         self._nodes: dict[str, dict[str, Any]] = {}
-        self._summed: dict[str, float] = {}
-        self._spent: dict[str, float] = {}
+        self._summed: dict[tuple[str, str], float] = {}
+        self._spent: _Spent = {_BUSY: {}, BESIDE: {}}
         self._depths: dict[str, tuple[int, int]] = {}
         self.crossed: dict[str, dict[str, list[int]]] = {}
         """By edge what was sent, received and acknowledged since its workers' first attempts: batches, rows, bytes."""
@@ -80,11 +83,19 @@ class ProgressWatch:
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """By node, seconds at work during the training phase."""
+        """By node, seconds at work during the training phase, in the mean of its replicas."""
+        return self._during_training(_BUSY)
+
+    @property
+    def beside_seconds(self) -> dict[str, float]:
+        """The part of these that the node's own processes had."""
+        return self._during_training(BESIDE)
+
+    def _during_training(self, state: str) -> dict[str, float]:
         if self._training is None:
             return {}
-        end = self._trained[1] if self._trained else self._busy()
-        return {node: end.get(node, 0.0) - self._training[1].get(node, 0.0) for node in end}
+        begin, end = self._training[1][state], (self._trained[1] if self._trained else self._spent)[state]
+        return {node: spent - begin.get(node, 0.0) for node, spent in end.items()}
 
     @property
     def activity(self) -> dict[str, dict[str, Any]]:
@@ -113,9 +124,9 @@ class ProgressWatch:
         self._merge(heartbeats)
         self._add_up()
         if self._training is None and run.phase not in ("starting", "first_evaluation"):
-            self._training = (now, self._busy())
+            self._training = (now, self._spent_so_far())
         if self._training and self._trained is None and run.phase in ("last_evaluation", "over"):
-            self._trained = (now, self._busy())
+            self._trained = (now, self._spent_so_far())
         self._doing = _DRAINING if run.draining else _DOING.get(run.phase, "")
         self._past.append((now, self._nodes))
         while len(self._past) > 2 and now - self._past[0][0] > _WINDOW_S:
@@ -222,12 +233,13 @@ class ProgressWatch:
     def _add_up(self) -> None:
         """Seconds at work so far, on the mean over the replicas that there were at each time."""
         for name, node in self._nodes.items():
-            busy, before = node["seconds"]["busy"], self._summed.get(name, 0.0)
-            self._summed[name] = busy
-            self._spent[name] = self._spent.get(name, 0.0) + (busy - before) / max(1, _present(node))
+            for state, sums in self._spent.items():
+                spent, before = node["seconds"][state], self._summed.get((name, state), 0.0)
+                self._summed[name, state] = spent
+                sums[name] = sums.get(name, 0.0) + (spent - before) / max(1, _present(node))
 
-    def _busy(self) -> dict[str, float]:
-        return dict(self._spent)
+    def _spent_so_far(self) -> _Spent:
+        return {state: dict(sums) for state, sums in self._spent.items()}
 
     def _version(self) -> int | None:
         """The oldest that the trainers which lead, and their generators, have."""

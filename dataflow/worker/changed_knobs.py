@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dataflow.folder.knob_changes import MAX_STALENESS, KnobChange
+from dataflow.folder.knob_changes import MAX_STALENESS, KnobChange, of_operators
+from dataflow.folder.swaps import Swap
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan, bounds_of
 from dataflow.planning.wiring import bounds_at
@@ -41,6 +42,13 @@ class ChangedGraph:
     declared: Graph
     plan: Plan
     changes: Sequence[KnobChange] = ()
+    swaps: Sequence[Swap] = ()
+    """By which operators of `declared` took the place of others, in order."""
+
+    @property
+    def in_place(self) -> tuple[KnobChange, ...]:
+        """Changes of operators that this graph has."""
+        return of_operators(self.changes, self.swaps)
 
     @property
     def last(self) -> int:
@@ -49,7 +57,7 @@ class ChangedGraph:
 
     def now(self) -> Graph:
         """With the values in force."""
-        return changed(self.declared, self.changes)
+        return changed(self.declared, self.in_place)
 
     def knobs(self, now: Graph, node: str) -> KnobsInForce:
         """What holds at a node. now: what `now` gave.
@@ -63,7 +71,7 @@ class ChangedGraph:
         }  # fmt: skip
         plan = dataclasses.replace(self.plan, bounds=bounds)
         mine = [
-            each for each in self.changes
+            each for each in self.in_place
             if each.node == node or (trains and each.trainer == node and counts_itself(each))
         ]  # fmt: skip
         operator = graph.operators[node]

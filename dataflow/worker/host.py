@@ -149,7 +149,7 @@ class NodeLoops:
         if self.folder is not None and self.ledger is not None:
             self.folder = dataclasses.replace(self.folder, placing=self.ledger.placing)
         self._changed = ChangedGraph(
-            declared=graph, plan=plan, changes=knob_changes.known(self.ledger, settings.changes)
+            declared=graph, plan=plan, changes=knob_changes.known(self.ledger, settings.changes), swaps=settings.swaps,
         )  # fmt: skip
         self.graph = self._changed.now()
         """With the knobs in force."""
@@ -217,7 +217,7 @@ class NodeLoops:
         """Put down from which step on changed knobs count here, before anything is done with them."""
         fresh = [
             dataclasses.replace(each, step=each.asked + 1)
-            for each in self._changed.changes if not each.step and each.node in self.nodes and not counts_itself(each)
+            for each in self._changed.in_place if not each.step and each.node in self.nodes and not counts_itself(each)
         ]  # fmt: skip
         knob_changes.record(self.ledger, fresh)
 

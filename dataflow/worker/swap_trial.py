@@ -4,6 +4,7 @@ Nothing of the run has changed by then: neither a module that does not end, nor 
 """
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -17,7 +18,7 @@ from dataflow.runtime import Context
 from dataflow.worker import messages
 from dataflow.worker.host import Settings
 from dataflow.worker.link import SchedulerLink
-from dataflow.worker.swapped import find, fit, load, swapped
+from dataflow.worker.swapped import find, fit, knobs_of, load, swapped
 
 NAME = "swap.trial"
 """The worker's, as the settings have it; no operator is called so."""
@@ -46,9 +47,9 @@ def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> i
 
 
 def tried(graph: Graph, plan: Plan, wanted: Swap) -> Swap:
-    """What is to be swapped in, with its text; it was built once. Errors: GraphError where it does not fit."""
+    """What is to be swapped in, with its text and knobs; it was built once. Errors: GraphError where it cannot be."""
     found = find(wanted)
     operator = fit(graph, found, load(found)).operators[found.node]
     facts: dict[str, Any] = context_facts(graph, plan, found.node)
     operator.build(Context(log=structlog.get_logger(), **facts)).close()
-    return found
+    return replace(found, knobs=knobs_of(operator))

@@ -5,6 +5,7 @@ A module is read anew, whatever the process has imported under its name, and of 
 it.
 """
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -126,6 +127,15 @@ def fit(graph: Graph, swap: Swap, operator: Any) -> Graph:
             f"workers there go on as they are; start another run"
         )
     return made
+
+
+def knobs_of(operator: Operator) -> dict[str, Any]:
+    """Its knobs that may change, as a run keeps them; without those of a kind that JSON has no values of."""
+    found = {}
+    for knob, each in operator.settable().items():
+        with contextlib.suppress(ValueError):
+            found[knob] = each.to_plain()
+    return found
 
 
 def _other_columns(swap: Swap, old: Operator, new: Operator) -> str:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import pyarrow as pa
 
 from dataflow.model import Model
+from dataflow.model_files import template_fault
 from dataflow.node import Generate, Traits
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.settable import GROUP, settable
@@ -96,6 +97,10 @@ class GeneratorKnobs(Generate):
         from operators.engine.precision.quantized_names import quantized_names
 
         return quantized_names(self.model)
+
+    def missing(self) -> str | None:
+        """Also a template, where prompts are chats."""
+        return super().missing() or (template_fault(self.model) if self.chat else None)
 
     def provides(self, columns: Columns) -> Columns:
         """The prompt's columns, the rollout's, its temperature and, where asked for, the sampling mask."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from dataflow.errors import GraphError, WorldFailed
 from operators.chat.tool_calls import FORMATS
-from operators.environments.pool import NoRoom
 from operators.environments.session import ANSWER_BYTES, Seen
+from operators.session_pool import NoRoom
 
 PROTOCOLS = ("verify", "step")
 

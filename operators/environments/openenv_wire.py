@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataflow.errors import WorldFailed
-from operators.environments.pool import NoRoom
 from operators.environments.session import ANSWER_BYTES, InvalidAction, Seen, worded
+from operators.session_pool import NoRoom
 
 _BUSY_STATUS = (429, 503)
 

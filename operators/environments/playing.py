@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dataflow.errors import WorldFailed
-from operators.environments.pool import NoRoom, SessionPool
 from operators.environments.session import InvalidAction, Seen, Session, checked_reward, seed_of
 from operators.environments.systems import started
 from operators.episodes.chat import Chat, EpisodeOver
 from operators.rewards.foreign.adapting import messages_of
+from operators.session_pool import NoRoom, SessionPool
 
 T = TypeVar("T")
 _PAUSE_S = 0.5

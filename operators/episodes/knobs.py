@@ -16,6 +16,7 @@ from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE,
 from dataflow.scoring.signature import where_defined
 from operators.chat.chat_format import ChatFormat
 from operators.chat.conversation import Past
+from operators.chat.template_trial import delimiter_fault
 from operators.chat.text_calls import TextCalls
 from operators.episodes.signature import EpisodeSignature, read_episode
 from operators.tools.toolbox import GRACE_S, Toolbox, tool_faults
@@ -188,6 +189,11 @@ class FunctionKnobs(EpisodeKnobs):
     def at_once(self) -> int:
         """Episodes at once, in all processes."""
         return self.concurrency * self.processes
+
+    def missing(self) -> str | None:
+        """A chat template between whose delimiters the world can speak, where its generator lays out chats."""
+        model = None if self.generator is None or not self.traits.chat else self.generator.uses
+        return super().missing() or (None if model is None else delimiter_fault(model))
 
     @property
     def works_beside(self) -> bool:

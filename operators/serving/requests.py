@@ -232,7 +232,9 @@ def _tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     if choice not in ("auto", "none"):
         raise bad(
             "tool_choice",
-            f'\'tool_choice\' is not supported with this value; found {_shown(choice)}; send "auto" or "none"',
+            f"'tool_choice' can force no call, as every token is drawn from the policy's own distribution, which is "
+            f'recorded; found {_shown(choice)}; send "auto", with the tools that may be called and no others, and '
+            f'ask for the call in a message; or "none"',
             "unsupported_parameter",
         )
     found = _list("tools", given.get("tools", []))

@@ -12,7 +12,7 @@ from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.chat.function_tools import definitions_of
 from operators.chat.text_calls import TextCalls
 from operators.chat.tool_calls import CallFormat, format_of
-from operators.environments.pool import SessionPool
+from operators.session_pool import SessionPool
 from operators.tools.threads import ToolThreads
 from operators.tools.toolset import ToolSession, Toolset
 

@@ -14,7 +14,7 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.records import Array
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
-from operators import Generator, Logprobs, RewardModel, Values
+from operators import Demonstrations, Generator, Logprobs, Prompts, RewardModel, Values, episode
 
 POLICY = Model("policy")
 CRITIC = Model("critic", head="value")
@@ -267,6 +267,48 @@ def judge_that_reads_chats_as_text() -> None:
     graph.check()
 
 
+@episode
+async def talk(chat: Any) -> float:
+    await chat.say()
+    return 1.0
+
+
+def _prompts_for(reader: Any, **knobs: Any) -> None:
+    graph = Graph("test")
+    FakeEvaluate()(reader(graph.source(Prompts(["1+1="], **knobs))))
+    graph.check()
+
+
+def chats_for_a_generator_of_texts() -> None:
+    _prompts_for(Generator(POLICY.frozen()), chat=True)
+
+
+def texts_for_a_generator_of_chats() -> None:
+    _prompts_for(Generator(POLICY.frozen(), chat=True))
+
+
+def chats_for_an_episode_of_texts() -> None:
+    _prompts_for(lambda stream: talk(Generator(POLICY.frozen()), stream), chat=True)
+
+
+def texts_for_an_episode_of_chats() -> None:
+    _prompts_for(lambda stream: talk(Generator(POLICY.frozen(), chat=True), stream))
+
+
+def chats_for_demonstrations_of_texts() -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    graph = Graph("test")
+    FakeEvaluate()(Demonstrations(POLICY)(graph.source(Prompts(rows, columns=("answer",), chat=True))))
+    graph.check()
+
+
+def evaluating_columns_of_unlike_types() -> None:
+    graph, generator, evaluation = Graph("test"), FakeGenerator(model=POLICY.frozen()), FakeEvaluate()
+    for name, kind in (("easy", str), ("hard", int)):
+        evaluation(generator(graph.source(FakePrompts(name=name, columns={"answer": kind}))))
+    graph.check()
+
+
 def reference_without_feedback() -> None:
     with_forward(Logprobs(POLICY))
 
@@ -465,6 +507,20 @@ REFUSED: dict[Callable[[], None], str] = {
     unlike_temperatures: r"'generator' samples at temperature 1.0 but 'trainer' .* at 0.5.*same temperature",
     unlike_temperature_of_a_reference: r"at temperature 1.0 but 'ref_logprobs' computes .* at 0.5.*same temperature",
     judge_that_reads_chats_as_text: r"'generator' lays prompts out as chat.*'score' would read.*give 'score' chat=True",
+    chats_for_a_generator_of_texts: (
+        r"'prompts' issues prompts as chat messages but 'generator' would go on from their JSON.*'generator' chat=True"
+    ),
+    texts_for_a_generator_of_chats: (
+        r"'prompts' issues prompts as texts but 'generator' lays out chat messages; give 'prompts' chat=True.*"
+        r"or 'generator' chat=False"
+    ),
+    chats_for_an_episode_of_texts: r"chat messages but 'talk' would go on from their JSON.*'generator' chat=True",
+    texts_for_an_episode_of_chats: r"as texts but 'talk' lays out chat messages; give 'prompts' chat=True.*'generator'",
+    chats_for_demonstrations_of_texts: r"chat messages but 'demonstrations' would go on.*'demonstrations' chat=True",
+    evaluating_columns_of_unlike_types: (
+        r"'eval' evaluates rows of several sources as one table, but column 'answer' is string in those of 'easy' and "
+        r"int64 in those of 'hard'; convert"
+    ),
     reference_without_feedback: r"'trainer' trains 'policy' but 'ref_logprobs' would never see.*or give it a frozen",
     judge_that_is_not_frozen: r"'score' reads 'judge', which is not frozen\(\).*none of \['trainer'\] trains; give",
     judge_with_a_language_head: r"'score' needs a model with head 'score', but 'policy' has head 'lm'; give it",

@@ -21,6 +21,8 @@ from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.live.looks import Looks
+from dataflow.scheduler.requests import ask_for_facts
 from dataflow.system.child import ROOT
 
 PROGRAM = Path(__file__).parent / "local_program.py"
@@ -136,6 +138,33 @@ def test_a_run_over_local_agents_ends_as_on_one_host_and_leaves_nothing(start: S
     assert placed >= {"agent-h1", "agent-h2", "generator-0", "trainer-0"}
     assert "forkserver" not in placed
     wait_until(lambda: not alive(family), 10.0, "the end of all processes")
+
+
+@pytest.mark.parametrize(
+    ("bound", "paces"),
+    [
+        ("generator", ("--generator-s", "0.03", "--trainer-s", "0.06", "--place", PLACE)),
+        pytest.param(
+            "trainer", ("--generator-s", "0.03", "--trainer-s", "0.2", "--replicas", "generator=2",
+                        "--place", "generator=h1+h2,trainer=h2"), marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.timeout(300)
+def test_doctor_and_page_name_the_node_that_bounds_a_run_over_hosts(
+    start: Start, bound: str, paces: tuple[str, ...]
+) -> None:
+    """Two generators of 30 ms a group make a step's eight in 120 ms, one in 240."""
+    run = start("--on", "local:2", "--quiet", "--size", "0", *paces)
+    run.further(12)
+    page = Looks(run.folder, ask_for_facts)
+    wait_until(lambda: page.look()["bottleneck"] == bound, WAIT_S, f"'{bound}' to be named")
+    assert f"'{bound}' is the slowest part, busy" in " ".join(ask(run, "doctor").split())
+    ask(run, "stop")
+    run.process.wait(60)
+    run.is_clean()
+    assert f"bounded by {bound}" in ask(run, "show")
+    assert Looks(run.folder, ask_for_facts).look()["bottleneck"] == bound, "from its folder alone"
 
 
 @pytest.fixture

@@ -98,14 +98,14 @@ EPISODES = (
     Law(
         "there are never more sessions of an environment than there may be",
         "test_there_are_never_more_sessions_than_there_may_be_and_everyone_gets_one",
-        "operators.environments:to_start",
+        "operators.session_pool:to_start",
         returned("max(0, waiting + ahead - idle - starting)"),
         "the bound",
     ),
     Law(
         "a session of which an episode failed is used no more",
         "test_a_session_whose_borrower_failed_is_closed_and_another_takes_its_place",
-        "operators.environments:SessionPool._give_back",
+        "operators.session_pool:SessionPool._give_back",
         always("is_sound"),
         "the failure",
     ),

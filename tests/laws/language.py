@@ -3,6 +3,7 @@
 import ast
 
 from .changes import (
+    always,
     assigned,
     default,
     expression,
@@ -165,6 +166,13 @@ LANGUAGE = (
         "dataflow:lonely_groups",
         never("size"),
         "the look at the group's size",
+    ),
+    Law(
+        "prompts are read as what they are: chats as chats, texts as texts",
+        refused("chats_for_a_generator_of_texts"),
+        "dataflow:unlike_prompts",
+        always("issues", "takes"),
+        "the comparison of source and reader",
     ),
     Law(
         "the data edges are a DAG: the only cycle is the feedback",

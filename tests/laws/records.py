@@ -2,7 +2,7 @@
 
 import ast
 
-from .changes import always, argument, expression, instead, lacking, never, returned
+from .changes import always, argument, assigned, expression, instead, lacking, never, returned
 from .law import Law
 
 RECORDS = (
@@ -89,6 +89,13 @@ RECORDS = (
         "operators:round_metrics",
         expression("pc.is_valid(table.column(of))", "and_", kind=ast.Call),
         "the look at the rows' errors in an evaluation",
+    ),
+    Law(
+        "rows of several sources in one evaluation say which is theirs",
+        "test_rows_of_two_sources_say_which_is_theirs_and_a_column_that_one_lacks_is_null",
+        "operators.evaluate:round_table",
+        assigned("told", "list(tables.values())"),
+        "the column of the source",
     ),
     Law(
         "logprobs are those of the distribution that was really sampled",

@@ -28,7 +28,7 @@ TOOLS = (
     Law(
         "no more sessions are alive than there may be",
         "test_no_more_sessions_are_alive_than_there_may_be_and_the_clock_rests_meanwhile",
-        "operators.environments.pool:to_start",
+        "operators.session_pool:to_start",
         instead("return waiting", "waiting", "most"),
         "the bound",
     ),

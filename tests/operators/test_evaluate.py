@@ -317,6 +317,21 @@ def test_a_round_waits_for_every_source_that_leads_here(tmp_path):
     assert world.ledger.evaluations == {0: [0, 0]}
 
 
+def test_rows_of_two_sources_say_which_is_theirs_and_a_column_that_one_lacks_is_null(tmp_path):
+    world = World(tmp_path, ("easy", "hard"))
+    world.push(_held_out(0, size=1, score=1.0).append_column("level", pa.array([3])), source="hard")
+    world.push(_held_out(0, size=1, score=0.0), source="easy")
+    world.run()
+    rows = world.folder.evaluations[0].select(["of_source", "group_id", "reward", "level"]).to_pylist()
+    assert [tuple(row.values()) for row in rows] == [("easy", 0, 0.0, None), ("hard", 0, 1.0, 3)]
+
+
+def test_rows_of_one_source_have_no_column_more(world):
+    world.push(_held_out(0), _held_out(1))
+    world.run()
+    assert world.folder.evaluations[0].schema.names == _held_out(0).schema.names
+
+
 def test_rows_outside_any_round_are_refused(world):
     with pytest.raises(OperatorError, match=r"'eval' evaluates rounds.*round_size 0.*source of another name"):
         world.push(_held_out(0, size=0))

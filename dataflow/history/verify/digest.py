@@ -16,7 +16,7 @@ from dataflow.staleness import newest_versions, oldest_versions
 from dataflow.system.files import RunFolderError
 
 _NEEDED = (records.GROUP_ID, records.POSITION, records.VERSIONS)
-_OPTIONAL = (records.GROUP_SIZE, records.MIN_VERSION, records.ROLLOUT_ID, records.ERROR)
+_OPTIONAL = (records.GROUP_SIZE, records.MIN_VERSION, records.ROLLOUT_ID, records.ERROR, records.OF_SOURCE)
 MOST_FILES, MOST_BYTES = 256, 64 << 20
 """That are looked at together."""
 
@@ -26,9 +26,11 @@ class RolloutFile:
     """What the laws need of one Arrow file."""
 
     groups: AnyArray
-    """Distinct group ids, ascending, int64."""
-    broken: list[int]
-    """Groups that are not whole: positions missing, double or too many."""
+    """Distinct groups, ascending by source and id, int64."""
+    sources: AnyArray
+    """Of each of them, its source; empty where the rows do not tell."""
+    broken: AnyArray
+    """Of each of them, whether it is not whole: positions missing, double or too many."""
     oldest: AnyArray
     """Version behind the oldest token of each rollout that did not fail, int64."""
     newest: int
@@ -110,27 +112,37 @@ def _digest(tables: list[pa.Table]) -> list[RolloutFile]:
     early = np.zeros(len(group), bool)
     if records.MIN_VERSION in table.column_names:
         early = good & (oldest < _integers(table, records.MIN_VERSION))
-    order = np.lexsort((position, group, file))
-    begins = np.flatnonzero((np.diff(group[order], prepend=-1) != 0) | (np.diff(file[order], prepend=-1) != 0))
-    groups, owners = group[order][begins], file[order][begins]
+    source, names = _sources(table)
+    order = np.lexsort((position, group, source, file))
+    is_next = [np.diff(of[order], prepend=-1) != 0 for of in (group, source, file)]
+    begins = np.flatnonzero(np.logical_or.reduce(is_next))
+    groups, owners, told = group[order][begins], file[order][begins], names[source[order][begins]]
     broken = _broken(table, group, position, order, begins)
     rows, kinds = np.cumsum(lengths)[:-1], np.searchsorted(owners, np.arange(1, len(tables)))
     return [
         RolloutFile(
-            groups=its_groups, broken=its_groups[is_broken].tolist(), oldest=ages[is_good],
+            groups=its_groups, sources=its_sources, broken=is_broken, oldest=ages[is_good],
             newest=int(young[is_good].max(initial=-1)), too_early=int(is_early.sum()),
         )
-        for its_groups, is_broken, ages, young, is_good, is_early in zip(
-            np.split(groups, kinds), np.split(broken, kinds), np.split(oldest, rows), np.split(newest, rows),
-            np.split(good, rows), np.split(early, rows), strict=True,
+        for its_groups, its_sources, is_broken, ages, young, is_good, is_early in zip(
+            np.split(groups, kinds), np.split(told, kinds), np.split(broken, kinds), np.split(oldest, rows),
+            np.split(newest, rows), np.split(good, rows), np.split(early, rows), strict=True,
         )
     ]  # fmt: skip
+
+
+def _sources(table: pa.Table) -> tuple[AnyArray, AnyArray]:
+    """Of each row the number of its source, int64 [rows]; the sources' names: one, empty, where rows do not tell."""
+    if records.OF_SOURCE not in table.column_names:
+        return np.zeros(len(table), np.int64), np.array([""])
+    coded = table.column(records.OF_SOURCE).combine_chunks().dictionary_encode()
+    return coded.indices.to_numpy().astype(np.int64), np.array(coded.dictionary.to_pylist() or [""])
 
 
 def _broken(table: pa.Table, group: AnyArray, position: AnyArray, order: AnyArray, begins: AnyArray) -> AnyArray:
     """Whether positions of a group are not 0..n-1, n being the size that its rows name where they name one.
 
-    order: of the rows, by file, group and position. begins: where in that order each group does. bool [groups].
+    order: of the rows, by file, source, group and position. begins: where in that order each group does. bool [groups].
     """
     if not len(group):
         return np.zeros(0, bool)

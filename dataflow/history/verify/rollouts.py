@@ -1,7 +1,8 @@
 """Whether the rollouts on disk are those that the ledger says were trained: whole, once, and in time."""
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -97,14 +98,22 @@ def _is_gone(facts: VerifyFacts, node: str, step: int) -> bool:
 def _same_groups(
     name: str, node: str, step: int, ended: Mapping[str, AnyArray], found: RolloutFile, findings: Findings
 ) -> None:
-    wanted = set[int]().union(*(groups.tolist() for groups in ended.values()))
-    there = set(found.groups.tolist())
-    if absent := wanted - there:
-        findings.fault(f"groups {some(absent)} ended at step {step} of '{node}' but do not stand in {name}")
-    if extra := there - wanted:
-        findings.fault(f"groups {some(extra)} stand in {name} but did not end at step {step} of '{node}'")
-    if found.broken:
-        findings.fault(f"groups {some(found.broken)} in {name} are not whole")
+    there = list(zip(found.sources.tolist(), found.groups.tolist(), strict=True))
+    tells = any(found.sources)
+    wanted = {(source if tells else "", group) for source, groups in ended.items() for group in groups.tolist()}
+    if absent := wanted - set(there):
+        findings.fault(f"groups {_named(absent)} ended at step {step} of '{node}' but do not stand in {name}")
+    if extra := set(there) - wanted:
+        findings.fault(f"groups {_named(extra)} stand in {name} but did not end at step {step} of '{node}'")
+    if broken := set(itertools.compress(there, found.broken)):
+        findings.fault(f"groups {_named(broken)} in {name} are not whole")
+
+
+def _named(groups: Collection[tuple[str, int]]) -> str:
+    """Numbers of groups, each with its source where that is told."""
+    sources = sorted({source for source, _ in groups})
+    by_source = {source: some({group for of, group in groups if of == source}) for source in sources}
+    return ", and ".join(f"{found} of '{source}'" if source else str(found) for source, found in by_source.items())
 
 
 def _once(source: str, files: list[tuple[int, AnyArray]], findings: Findings) -> None:

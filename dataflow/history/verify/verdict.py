@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from dataflow.errors import DataflowError
-from dataflow.folder.epochs import read_epochs
 from dataflow.folder.knob_changes import MAX_STALENESS
 from dataflow.folder.ledger.calls import some
 from dataflow.folder.ledger.reads import OutcomeCounts
+from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify.facts import (
     NO_STEP,
@@ -83,8 +83,8 @@ def verify(run_path: str | Path) -> Verdict:
         return Verdict(faults=[*findings.faults, str(error)], notes=findings.notes, summary="")
     note_the_past(facts, findings)
     note_who_leads(folder, findings)
-    for epoch in read_epochs(folder):
-        findings.note(f"{epoch.verb}: {epoch}")
+    for change in read_live_changes(folder):
+        findings.note(f"{change.verb}: {change}")
     _groups_are_contiguous(facts, findings)
     parts = [_judge_trainer(facts, node, sink, findings) for node, sink in facts.trainers()]
     parts += [_judge_evaluation(facts, node, sink, findings) for node, sink in facts.evaluations()]

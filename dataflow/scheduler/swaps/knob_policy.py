@@ -5,18 +5,21 @@ said again when it is ready, and a change that is known is known. A scorer's wor
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from dataflow.errors import GraphError, RunError
-from dataflow.folder.knob_changes import MAX_STALENESS, KnobChange
+from dataflow.errors import RunError
+from dataflow.folder.knob_changes import MAX_STALENESS, KnobChange, of_operators
+from dataflow.folder.swaps import Swap, latest
 from dataflow.graph import Graph
 from dataflow.planning.set_values import placed, settable_of
 from dataflow.scheduler.events import Command, Send
 from dataflow.scheduler.swaps import policy
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.scorer import Scorer
-from dataflow.settable import plain_value
-from dataflow.structure import leading
+from dataflow.settable import Settable, fitted, plain_value
+from dataflow.structure import Structure, leading
 from dataflow.worker.changed_knobs import changed
 from dataflow.worker.messages import ChangeKnobs
 
@@ -27,25 +30,22 @@ def planned(table: Table, wishes: Mapping[str, Any], by: str, at: float) -> tupl
     Errors: GraphError, RunError."""
     if table.is_ending or not table.begun:
         raise RunError(f"the run is {'ending' if table.is_ending else 'starting'}; set knobs while it is at work")
-    graph = changed(table.graph, table.changes)
+    graph = changed(table.graph, of_operators(table.changes, ()))
+    knobs_of = partial(_knobs_of, table)
+    number = max((each.number for each in table.changes), default=0)
     found: list[KnobChange] = []
     for place, value in wishes.items():
-        node, knob = placed(graph, place)
-        if any(swap.node == node for swap in table.swaps.made):
-            raise GraphError(
-                f"'{node}' is an operator that was swapped in, and its knobs are those that it has itself; swap it "
-                f"for one with {knob}={value!r}"
-            )
-        before = settable_of(graph, node)[knob].value
-        number = max((each.number for each in table.changes), default=0) + len(found) + 1
+        node, knob = placed(graph, place, knobs_of)
+        before, swap = knobs_of(graph, node)[knob], _swap_of(table, node)
         found.append(KnobChange(
-            number=number, node=node, knob=knob, value=plain_value(value), was=plain_value(before),
-            trainer=_trainer(graph, node, knob), asked=table.run.step, at=at, by=by,
+            number=number + len(found) + 1, node=node, knob=knob, was=plain_value(before.value),
+            value=plain_value(before.taken(value, node, knob) if swap else value),
+            trainer=_trainer(graph, node, knob), asked=table.run.step, at=at, by=by, swap=swap.number if swap else 0,
         ))  # fmt: skip
-    made = changed(graph, found)  # as a whole: what holds together may not hold one by one
-    for number, each in enumerate(found):
-        value = plain_value(settable_of(made, each.node)[each.knob].value)
-        found[number] = KnobChange(**{**vars(each), "value": value})
+    made = changed(graph, of_operators(found, ()))  # as a whole: what holds together may not hold one by one
+    for index, each in enumerate(found):
+        if not each.swap:
+            found[index] = replace(each, value=plain_value(settable_of(made, each.node)[each.knob].value))
     for record in _scorers(table, found):
         if table.swaps.worker or record.life is not Life.READY:
             raise RunError(
@@ -74,6 +74,23 @@ def late(table: Table, number: int) -> list[str]:
         record.name for record in table
         if record.life is not Life.GONE and (record.heartbeat is None or record.heartbeat.changed < number)
     ]  # fmt: skip
+
+
+def _swap_of(table: Table, node: str) -> Swap | None:
+    """By which the node's operator is in place; None: it is the one that was declared."""
+    return next((swap for swap in latest(table.swaps.made) if swap.node == node), None)
+
+
+def _knobs_of(table: Table, graph: Structure, node: str) -> Mapping[str, Settable]:
+    """Knobs of a node that may change, with the values in force. What was swapped in this process does not import: it
+    goes by what the trial found."""
+    if (swap := _swap_of(table, node)) is None:
+        return settable_of(graph, node)
+    values = {each.knob: each.value for each in of_operators(table.changes, [swap]) if each.node == node}
+    return {
+        knob: replace(each, value=fitted(values.get(knob, each.value), each.kind))
+        for knob, each in swap.settable().items()
+    }
 
 
 def _scorers(table: Table, changes: Sequence[KnobChange]) -> list[WorkerRecord]:

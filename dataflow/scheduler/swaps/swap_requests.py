@@ -146,8 +146,8 @@ class SwapRequests:
             return
         found = message.swap
         pending.wanted = dataclasses.replace(
-            pending.wanted, file=found.file, source=found.source, digest=found.digest, step=self._table.run.step,
-            at=time.time(),
+            pending.wanted, file=found.file, source=found.source, digest=found.digest, knobs=found.knobs,
+            step=self._table.run.step, at=time.time(),
         )  # fmt: skip
         pending.until = self._clock() + READY_S
         self._swap_in(pending.wanted)

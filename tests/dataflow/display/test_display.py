@@ -68,7 +68,7 @@ SNAPSHOT = Snapshot(
 SUMMARY = Summary(
     faults=tuple(f"generator-{number} died (SIGKILL): not back" for number in range(7)),
     foreseen=("0.4 s a step, came 0.42 (+5%)", "0.95 efficiency, came 0.93"),
-    epochs=(("swapped", "reward = rewards:strict after step 9"), ("swapped", "reward = rewards:mild after step 20")),
+    changes=(("swapped", "reward = rewards:strict after step 9"), ("swapped", "reward = rewards:mild after step 20")),
     graph="sorting",
     steps=300,
     wall_s=171,
@@ -77,7 +77,7 @@ SUMMARY = Summary(
     accuracy_before=0.19,
     accuracy_after=0.74,
     efficiency=0.957,
-    busiest="generator",
+    bounded_by="generator",
     staleness_mean=1.9,
     staleness_max=4,
     verdict="holds: issued 9,603 = trained 9,600 + dropped 3 + in flight 0",
@@ -174,7 +174,7 @@ def test_the_summary_tells_the_outcome_and_what_to_look_at_next() -> None:
         "  accuracy    0.19 → 0.74  +0.55",
         "  rollouts    76,800  449 per second",
         "  dropped     3 groups",
-        "  efficiency  0.96  busiest stage: generator",
+        "  efficiency  0.96  bounded by generator",
         "  staleness   1.9 mean, 4 max",
         "  foreseen    0.4 s a step, came 0.42 (+5%)",
         "              0.95 efficiency, came 0.93",
@@ -358,7 +358,7 @@ def odd(kind: type, **extra: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "target",
         "graph",
         "outcome",
-        "busiest",
+        "bounded_by",
         "verdict",
         "folder",
     }
@@ -375,7 +375,7 @@ SNAPSHOTS = odd(
 )
 SUMMARIES = odd(
     Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
-    epochs=st.lists(st.tuples(st.just("set"), ODD_TEXT), max_size=3).map(tuple),
+    changes=st.lists(st.tuples(st.just("set"), ODD_TEXT), max_size=3).map(tuple),
     foreseen=st.lists(ODD_TEXT, max_size=3).map(tuple),
     commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),
 )  # fmt: skip

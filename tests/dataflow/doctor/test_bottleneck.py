@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dataflow.doctor.bottleneck import bottleneck
 from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.verdict import verdict
-from dataflow.history.bottleneck import groups
+from dataflow.history.bottleneck import bounded, groups
 
 
 def facts(turns: tuple[tuple[str, ...], ...] = (), **nodes: dict[str, Any]) -> Facts:
@@ -48,6 +48,22 @@ def test_of_loads_that_are_alike_it_is_the_last_on_the_way() -> None:
     assert bottleneck(facts(generator={"busy": 1.0}, trainer={"busy": 0.99})) == "trainer"
     assert bottleneck(facts(generator={"busy": 1.0}, trainer={"busy": 0.9})) == "generator"
     assert bottleneck(facts(generator={"busy": 0.0}, trainer={})) is None
+
+
+PLACED = {"placed": {name: {"worker": "light" if name in ("judge", "credit") else name} for name in
+                     ("prompts", "generator", "judge", "credit", "trainer")}}  # fmt: skip
+
+
+def test_a_run_is_as_efficient_as_what_bounds_it_was_at_work() -> None:
+    busy = {"trainer": 5.0, "generator": 6.0, "judge": 5.0, "credit": 4.0}
+    found = bounded(10.0, busy, {}, PLACED)
+    assert found is not None and (found.node, found.share) == ("judge", 0.9), "one worker has both"
+    found = bounded(10.0, busy, {"judge": 4.5}, PLACED)
+    assert found is not None and (found.node, found.share) == ("generator", 0.6), "its processes are no part of that"
+    found = bounded(10.0, busy, {"judge": 4.5}, {**PLACED, "turns": [["generator", "trainer"]]})
+    assert found is not None and (found.node, found.share) == ("generator", 1.0), "no more than all of the time"
+    assert bounded(0.0, busy, {}, PLACED) is None and bounded(10.0, {}, {}, PLACED) is None
+    assert bounded(10.0, {"trainer": 0.0}, {}, {}) is None
 
 
 @given(st.lists(st.lists(st.sampled_from("abcdef"), max_size=4), max_size=6))

@@ -8,7 +8,7 @@ import pytest
 from made_models import LLAMA_8B, made_model, reward, wired
 from made_tables import put, write_flat
 
-from dataflow import Devices, Graph, GraphError, LoRA, Model, main
+from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
 from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choice.candidates import candidates
 from dataflow.foresight.choice.search import best_ways, choose
@@ -62,6 +62,42 @@ def test_a_simulated_step_is_no_shorter_than_its_busiest_operator_and_as_long_as
         assert sum(found.by_staleness.values()) == pytest.approx(1) and max(found.by_staleness) <= bound
     tails = foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, workload=replace(even, sigma=1.2))
     assert tails.step_s > found.step_s and tails.spread_s[1] > tails.spread_s[0]
+
+
+@scorer(isolate=False)
+def short(completion: str) -> float:
+    return 1.0
+
+
+@scorer(isolate=False)
+def plain(short: float) -> float:
+    return short
+
+
+@scorer(concurrency=16)
+def judged(plain: float) -> float:
+    return plain
+
+
+def test_what_bounds_a_step_is_what_one_worker_has_together_or_the_processes_that_a_node_has_for_itself(
+    model: Model,
+) -> None:
+    generator = Generator(model, group_size=16, max_tokens=2048)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=64, lr=1e-6, gradient_checkpointing=True)
+    made = wired("judged", generator, trainer, 0, lambda rollouts: judged(plain(short(rollouts))))
+    room = read_devices("16xH100")
+    longest_s = max(each.seconds for each in foresee(made, room, gpus=EIGHT_AND_EIGHT, simulated=False).operations)
+    for light, pooled, bounds in ((0.7, 0.5, ("short", "plain")), (0.3, 1.5, ("judged",))):
+        row_s = dict.fromkeys(("short", "plain"), light * longest_s / 1024)
+        row_s["judged"] = pooled * longest_s * 16 / 1024
+        for simulated in (True, False):
+            found = foresee(
+                made, room, gpus=EIGHT_AND_EIGHT, workload=Workload(row_s=row_s), simulated=simulated, steps=6
+            )  # fmt: skip
+            busy = {each.node: each.seconds for each in found.operations}
+            assert busy["judged"] == pytest.approx(pooled * longest_s)
+            assert found.efficiency == pytest.approx(sum(busy[name] for name in bounds) / found.step_s)
+            assert found.efficiency < 1.0
 
 
 def test_a_step_with_twice_the_devices_takes_no_longer_and_costs_no_fewer_hours(model: Model) -> None:

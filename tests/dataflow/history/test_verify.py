@@ -250,6 +250,29 @@ def test_evaluated_groups_stand_whole_in_their_file(run: RunFolder) -> None:
     broken(run, "groups [0] in eval-000000.arrow are not whole")
 
 
+def of_two_sources(held_out: Iterable[int], harder: Iterable[int]) -> pa.Table:
+    """Rows of an evaluation of two sources, whose groups have the same numbers."""
+    tables = [("harder", rollouts(harder, 0)), ("held_out", rollouts(held_out, 0))]
+    return pa.concat_tables(table.append_column("of_source", pa.repeat(name, len(table))) for name, table in tables)
+
+
+def test_groups_of_two_sources_with_the_same_numbers_are_each_whole(run: RunFolder) -> None:
+    with Ledger.open(run.ledger) as ledger:
+        ledger.issue("harder", [(group, f"x{group}") for group in range(2)])
+    sql(
+        run,
+        "INSERT INTO consumers (node, source) VALUES ('evaluate', 'harder')",
+        "INSERT INTO outcomes (source, group_id, node, outcome, step) VALUES ('harder', 1, 'evaluate', 'evaluated', 0)",
+    )
+    run.rollouts_of().write_evaluation(0, of_two_sources([0, 1], [1]))
+    assert verify(run.path).faults == []
+    run.rollouts_of().write_evaluation(0, of_two_sources([0, 1], [0]))
+    broken(run, "groups [1] of 'harder' ended at step 0 of 'evaluate' but do not stand in eval-000000.arrow")
+    broken(run, "groups [0] of 'harder' stand in eval-000000.arrow but did not end at step 0 of 'evaluate'")
+    run.rollouts_of().write_evaluation(0, of_two_sources([0, 1], [1]).slice(1))
+    broken(run, "groups [1] of 'harder' in eval-000000.arrow are not whole")
+
+
 def test_an_evaluation_reads_nothing_older_than_its_prompts_demand(run: RunFolder) -> None:
     table = run.rollouts_of().read_evaluation(0)
     run.rollouts_of().write_evaluation(0, put(table, "min_version", [1] * len(table)))

@@ -110,12 +110,12 @@ def test_figures_are_of_the_steps_without_the_first_tenth_and_best_is_of_means()
     slow_start = [{**line, "seconds": line["seconds"] + 100 * (line["step"] > 1)} for line in lines(0.5, 1.0)]
     found = figures(
         slow_start, [{"step": 0, "eval_accuracy": 0.1}, {"step": 40, "eval_accuracy": 0.4}],
-        {"seconds": 40.0, "busy_seconds": {"generator": 30.0, "trainer": 10.0}}, faults=2, restarts=1,
+        {"seconds": 40.0, "busy_seconds": {"generator": 30.0, "trainer": 10.0}}, {}, faults=2, restarts=1,
     )  # fmt: skip
     assert found.step_s == pytest.approx(0.5)
     assert (found.rollouts, found.rollouts_per_s, found.dropped) == (400, 10.0, 40)
-    assert (found.efficiency, found.busiest) == (0.75, "generator")
+    assert (found.efficiency, found.bounded_by) == (0.75, "generator")
     assert found.accuracy == Course(0.1, 0.4, 0.4)
     assert found.reward is not None and found.reward.best == pytest.approx(found.reward.last)
     assert found.loss is not None and found.loss.best == found.loss.last < found.loss.first
-    assert figures([], [], {}).step_s is None
+    assert figures([], [], {}, {}).step_s is None

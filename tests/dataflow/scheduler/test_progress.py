@@ -123,6 +123,16 @@ def test_a_node_is_busy_as_its_replicas_are_on_the_mean_however_many_there_were(
     assert scene.watch.busy_seconds["generator"] == pytest.approx(4.0)
 
 
+def test_what_a_node_s_own_processes_have_of_its_work_is_counted_like_it(scene: Scene) -> None:
+    for at in (0.0, 2.0):
+        told = {"generator_0": beat("live", 0, at), "generator_1": beat("live", 0, at)}
+        for each in told.values():
+            each["nodes"]["generator"]["seconds"]["beside"] = at / 2
+        scene.note(at, **told)
+    assert scene.watch.busy_seconds["generator"] == pytest.approx(2.0)
+    assert scene.watch.beside_seconds["generator"] == pytest.approx(1.0)
+
+
 def test_a_node_whose_worker_is_away_is_told_as_restarting(scene: Scene) -> None:
     scene.note(0.0, generator_0=beat("live", 10, 1.0))
     scene.note(1.0, generator_0=beat("restarting", 10, 1.0))

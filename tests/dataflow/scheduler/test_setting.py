@@ -1,18 +1,32 @@
 """Knobs of a live run that are set, and checkpoints that are asked for: a server plays workers, the clock is moved."""
 
 import json
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.graphs import fake_graph
 from test_swapping import SOMEBODY, Swapping
 
-from dataflow.scheduler.requests import CheckpointKept, KeepCheckpoint, KnobsSet, Refused, Reply, SetKnobs
+from dataflow import scorer
+from dataflow.folder.knob_changes import KnobChange
+from dataflow.folder.swaps import Swap
+from dataflow.planning.hosts import Devices
+from dataflow.planning.plan import plan
+from dataflow.scheduler.requests import CheckpointKept, KeepCheckpoint, KnobsSet, Refused, Reply, SetKnobs, Swapped
 from dataflow.scheduler.swaps.checkpoint_requests import WRITTEN_S
 from dataflow.scheduler.swaps.knob_requests import BOUNDARY_S
+from dataflow.worker.changed_knobs import ChangedGraph
 from dataflow.worker.messages import ChangeKnobs, Heartbeat, NodeCommand, NodeReport
 
 SECONDS = dict.fromkeys(("busy", "blocked", "waiting", "starved"), 0.0)
+
+
+@scorer(isolate=False)
+def scaled(completion: str, scale: float = 1.0) -> float:
+    return scale * len(completion)
 
 
 @pytest.fixture
@@ -104,6 +118,76 @@ def test_a_successor_knows_what_was_set(live: Swapping) -> None:
     live.run.table.changes = []
     live.run.table.take_up(json.loads(json.dumps(plain)))
     assert [(each.knob, each.value) for each in live.run.table.changes] == [("lr", 0.5)]
+
+
+def swapped_in(live: Swapping) -> None:
+    live.ask()
+    live.answers()
+    live.exits("reward-0")
+    live.turn()
+    live.turn()
+    live.restart("reward-0", 0.0)
+    live.turn()
+    assert isinstance(live.replies.pop(), Swapped)
+
+
+def test_a_knob_of_an_operator_that_was_swapped_in_is_set_and_its_worker_starts_again_with_it(live: Swapping) -> None:
+    swapped_in(live)
+    live.server.killed.clear()
+    wish(live, reward__weight=2)
+    assert live.server.killed == [("reward-0", signal.SIGKILL)] and live.replies == []
+    (change,) = live.run.table.changes
+    assert (change.knob, change.value, change.was, change.swap) == ("weight", 2.0, 1.5, 1)
+    live.exits("reward-0")
+    live.turn()
+    live.turn()
+    assert [each["value"] for each in live.played.settings["reward-0"]["changes"]] == [2.0]
+    live.restart("reward-0", 0.0)
+    wish(live, reward__weight=2.5)
+    assert [each.was for each in live.run.table.changes] == [1.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "why"),
+    [
+        ({"reward__weight": "much"}, "'reward' has weight=1.5 and cannot take 'much'; give a number"),
+        ({"reward__scale": 2.0}, "'reward.scale' is no knob .*these may: reward.weight = 1.5"),
+    ],
+)
+def test_what_an_operator_that_was_swapped_in_does_not_take_is_refused(
+    live: Swapping, wishes: dict[str, Any], why: str
+) -> None:
+    swapped_in(live)
+    wish(live, **wishes)
+    (reply,) = live.replies
+    assert isinstance(reply, Refused) and re.search(why, reply.error), reply
+    assert live.run.table.changes == []
+
+
+def test_what_was_set_of_an_operator_goes_with_it_and_is_no_knob_of_the_next(live: Swapping) -> None:
+    swapped_in(live)
+    wish(live, reward__weight=2)
+    live.exits("reward-0")
+    live.turn()
+    live.turn()
+    live.restart("reward-0", 0.0)
+    live.turn()
+    swapped_in(live)
+    wish(live, reward__weight=3)
+    assert [(each.was, each.swap) for each in live.run.table.changes] == [(1.5, 1), (1.5, 2)]
+
+
+def test_a_worker_goes_by_what_was_set_of_the_operators_that_it_has() -> None:
+    def set_to(number: int, value: float, swap: int) -> KnobChange:
+        return KnobChange(
+            number=number, node="reward", knob="scale", value=value, was=1.0, trainer="trainer", swap=swap
+        )
+
+    graph = fake_graph(scorers=(scaled.renamed("reward"),))
+    changes = (set_to(1, 2.0, 0), set_to(2, 3.0, 4))
+    for swaps, value in (((), 2.0), ((Swap(number=4, node="reward", reference="m:o"),), 3.0)):
+        found = ChangedGraph(declared=graph, plan=plan(graph, Devices(cpus=2)), changes=changes, swaps=swaps)
+        assert (found.now().operators["reward"].knobs()["scale"], found.last) == (value, 2)
 
 
 def test_a_checkpoint_is_asked_of_the_trainer_and_answered_when_it_is_there(live: Swapping) -> None:

@@ -23,6 +23,7 @@ from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
 from dataflow.scheduler.swaps import policy
 from dataflow.scheduler.swaps.swap_requests import LAST_WORD_S, READY_S
 from dataflow.scheduler.table import Life, Table
+from dataflow.settable import RESTART, Settable
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import Failed, Heartbeat, Tried
@@ -30,6 +31,8 @@ from dataflow.worker.swap_trial import TRIAL_S
 
 SOMEBODY = Client(b"somebody")
 STRICT = "rewards:strict"
+KNOBS = {"weight": Settable(value=1.5, at=RESTART, kind=float).to_plain()}
+"""Of the operator there."""
 
 
 class _Server(PlayedServer):
@@ -88,9 +91,9 @@ class Swapping(Play):
     def answers(self, error: str = "") -> None:
         """The trial has come to its end."""
         wanted = Swap(**self.played.settings[self.trial]["tries"])
-        found = (
-            None if error else dataclasses.replace(wanted, file="rewards.py", source="text", digest="0123456789abcdef")
-        )
+        found = None if error else dataclasses.replace(
+            wanted, file="rewards.py", source="text", digest="0123456789abcdef", knobs=KNOBS
+        )  # fmt: skip
         self.server.received.append((self.trial, Tried(attempt=0, swap=found, error=error)))
         self.turn()
 

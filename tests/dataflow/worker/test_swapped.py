@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rigs.graphs import fake_graph
@@ -73,6 +74,21 @@ def test_an_operator_is_found_and_takes_the_nodes_name(write: Callable[[str], Pa
     made = swapped(graph(), [found])
     assert made.operators["reward"].name == "reward" and made.operators["reward"]("x") == 1.0  # type: ignore[operator]
     assert list(made.operators) == list(graph().operators)
+
+
+def test_a_trial_tells_which_knobs_may_be_set_and_of_what_kind_they_are(write: Callable[[str], Path]) -> None:
+    write(
+        HEAD + "from typing import Literal\n\n@scorer(isolate=False)\ndef strict(completion: str, worth: float = 1, "
+        "most: int | None = None, how: Literal['a', 'b'] = 'a', of: object = 'x', table: tuple = ()) -> float:\n"
+        "    return worth\n"
+    )
+    knobs = attempt(wanted()).settable()
+    assert {name: each.kind for name, each in knobs.items()} == {
+        "worth": float, "most": int | None, "how": Literal["a", "b"],
+    }  # fmt: skip
+    assert knobs["most"].taken(3, "reward", "most") == 3
+    with pytest.raises(GraphError, match="'reward' has how='a' and cannot take 'c'; give one of"):
+        knobs["how"].taken("c", "reward", "how")
 
 
 def test_a_reward_of_another_system_takes_a_place_as_it_is(write: Callable[[str], Path]) -> None:

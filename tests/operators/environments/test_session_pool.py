@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dataflow.errors import WorldFailed
-from operators.environments.pool import NoRoom, SessionPool
+from operators.session_pool import NoRoom, SessionPool
 
 
 class Kept:

@@ -99,7 +99,7 @@ def goes_on_to_its_end(graph: Graph, worker: str, cause: str, runs: Path, limits
     result = run(graph, runs=runs, quiet=True, limits=limits)
     assert result.verdict.clean and "64 issued = 64 trained" in result.verdict.line, result.verdict.line
     found = agree(result.folder)
-    assert len(found) == len(graph.calls) - 1 and all(ends["acknowledged"][1] >= 64 for ends in found.values()), found
+    assert len(found) == len(graph.calls) - 1 and all(ends["received"][1] >= 64 for ends in found.values()), found
     (fault,) = faults(result.folder)
     assert (fault["worker"], fault["attempt"], fault["recovered_s"] > 0) == (worker, 0, True)
     assert fault["cause"].startswith(cause)

@@ -174,7 +174,7 @@ def test_a_wait_for_a_version_that_does_not_come_names_what_is_there(place):
     begun = place.clock.now
     reader._clock = iter([begun + n for n in range(100)]).__next__
     with pytest.raises(WaitTimeout, match="version 2; found version 1"):
-        reader.wait(2, timeout_s=3)
+        reader.wait(2, timeout_s=6)
 
 
 def test_adopting_with_nothing_on_offer_changes_nothing(place):

@@ -1,6 +1,5 @@
 """Runs of episodes with tools: what fails is told or is no reward, state is kept, all is given back whatever dies."""
 
-import json
 import os
 import shutil
 import signal
@@ -217,7 +216,7 @@ def test_calls_and_results_stand_as_the_chat_template_has_them(tmp_path: Path) -
     tokenizer.save_pretrained(chatty)
     g = Graph("calls")
     generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=80, chat=True, temperature=0.0)
-    asked = Prompts([{"prompt": json.dumps([{"role": "user", "content": "21"}])}], epochs=1)
+    asked = Prompts([{"prompt": "21"}], epochs=1, chat=True)
     made = tool_use([double], name="said", max_turns=3)
     found = collect(made(generator, g.source(asked)), rows=2).to_pylist()
     for row in found:

@@ -21,7 +21,7 @@ from rigs.operators import struck
 from rigs.striking import Striking
 
 from dataflow import Devices, Graph, Model, Result, collect, inline, run, scorer
-from dataflow.errors import OperatorError
+from dataflow.errors import GraphError, OperatorError
 from dataflow.folder.faults import read_faults
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
@@ -131,8 +131,7 @@ def test_what_the_world_says_in_a_chat_stands_between_the_templates_delimiters(p
     chatty, tokenizer = chatty_policy(policy, tmp_path)
     g = Graph("chat")
     generator = Generator(Model(str(chatty)).frozen(), group_size=4, max_tokens=8, slots=16, chat=True)
-    messages = [json.dumps([{"role": "user", "content": f"hi {n}"}]) for n in range(8)]
-    asked = Prompts([{"prompt": text, "answer": "3"} for text in messages], columns=("answer",), epochs=1)
+    asked = Prompts([{"prompt": f"hi {n}", "answer": "3"} for n in range(8)], columns=("answer",), epochs=1, chat=True)
     found = collect(talk(generator, g.source(asked)), rows=32).to_pylist()
     ended = set()
     for row in found:
@@ -152,6 +151,29 @@ def test_what_the_world_says_in_a_chat_stands_between_the_templates_delimiters(p
             expected = f"{closing}u=3{text[:1]}=-a="
             assert between.tolist() == tokenizer(expected, add_special_tokens=False)["input_ids"]
     assert False in ended
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "has no delimiters .* it ends a turn with ''"),
+        (None, "neither tokenizer_config.json nor chat_template.jinja in .* has a chat template; give"),
+    ],
+    ids=["no delimiters", "none"],
+)
+def test_a_chat_template_that_no_conversation_can_be_made_with_is_refused_before_anything_starts(
+    policy: Path, tmp_path: Path, template: str | None, why: str
+) -> None:
+    chatty = tmp_path / "chatty"
+    shutil.copytree(policy, chatty)
+    if template is not None:
+        (chatty / "chat_template.jinja").write_text(template)
+    g = Graph("chat")
+    generator = Generator(Model(str(chatty)).frozen(), group_size=4, max_tokens=8, slots=16, chat=True)
+    Evaluate(of="talk")(talk(generator, g.source(Prompts(rows(8), columns=("answer",), chat=True))))
+    with pytest.raises(GraphError, match=why):
+        run(g, runs=tmp_path / "runs", quiet=True)
+    assert not (tmp_path / "runs").exists()
 
 
 @episode(max_turns=5)
@@ -220,8 +242,7 @@ def test_a_rewritten_chat_is_trained_to_the_id_with_the_logprobs_of_full_forward
     chatty, _ = chatty_policy(policy, tmp_path)
     g, model = Graph("rewritten"), AutoModelForCausalLM.from_pretrained(policy)
     generator = Generator(Model(str(chatty)).frozen(), group_size=4, max_tokens=8, slots=16, chat=True)
-    messages = [json.dumps([{"role": "user", "content": f"hi {n}"}]) for n in range(8)]
-    asked = Prompts([{"prompt": text, "answer": "3"} for text in messages], columns=("answer",), epochs=1)
+    asked = Prompts([{"prompt": f"hi {n}", "answer": "3"} for n in range(8)], columns=("answer",), epochs=1, chat=True)
     made = dataclasses.replace(forgetful, past=past)(generator, g.source(asked))  # type: ignore[type-var]
     found = collect(made, rows=32).to_pylist()
     assert {row["error"] for row in found} == {None}

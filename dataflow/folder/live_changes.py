@@ -1,4 +1,4 @@
-"""What was changed in a run while it went on, whether an operator or a knob: each begins an epoch of its ledger."""
+"""What was changed in a run while it went on: operators that took the place of others, knobs that were set."""
 
 import contextlib
 from typing import TypeAlias
@@ -9,10 +9,10 @@ from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import Swap
 
-Epoch: TypeAlias = Swap | KnobChange
+LiveChange: TypeAlias = Swap | KnobChange
 
 
-def read_epochs(folder: RunFolder) -> tuple[Epoch, ...]:
+def read_live_changes(folder: RunFolder) -> tuple[LiveChange, ...]:
     """Those of the run in a folder, in the order in which they were asked for; none where its ledger cannot be read."""
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         facts = ledger.facts()

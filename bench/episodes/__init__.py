@@ -1,0 +1,1 @@
+"""How busy episodes keep a generator whose worlds take their time; `python -m bench.episodes`."""

@@ -1,0 +1,138 @@
+"""How busy episodes keep a generator whose worlds take their time: all of them at once, one batch at a time, and TRL.
+
+    python -m bench.episodes --json FILE
+    python -m bench.episodes --episodes 256 --scale 0.1        shorter
+    python -m bench.episodes --episodes 128 --batch 64 --scale 0.05 --trl PYTHON        with an interpreter that has trl
+
+Each episode has `--turns` calls of a tool by the policy, and for each the world takes 0.1 to 30 s (Pareto with a heavy
+tail, times `--scale`), drawn by its prompt; then the policy speaks once more. World, prompts and policy, a small Llama
+that answers with a call, are the same in all systems; the world is a class as TRL's `environment_factory` takes it. Of
+ours both are the same graph, which trains the policy: `at once` with a staleness bound that lets all episodes begin,
+each waiting for its own world; `batches` with the bound 0, so that a batch begins when the last episode of the one
+before has ended and was trained. `trl` is GRPOTrainer (transformers generates, not vLLM), a step for each batch.
+
+seconds       from the first turn to the last step
+busy          share of them in which the generator was at work; of trl, in its method that makes one turn of a batch
+
+episodes_per_s
+worlds_s      that all worlds took, added up
+longest_s     those of one episode
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.episodes.slow_world import SlowWorld, world_s
+from bench.report import Report
+from dataflow import Graph, Model, run
+from operators import Generator, Prompts, Trainer
+from operators.credit import advantage
+from operators.environments import trl_environment
+from operators.losses import aipo
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+GROUP_SIZE = 4
+ROOT = Path(__file__).parents[2]
+TRL_S = 900.0
+
+
+def rows_of(wanted: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prompts, with what their worlds are drawn by."""
+    return [
+        {"prompt": [{"role": "user", "content": f"{ALPHABET[n % 26]}="}], "number": n, "scale": wanted.scale}
+        for n in range(wanted.episodes // GROUP_SIZE)
+    ]
+
+
+def graph(policy: Path, wanted: argparse.Namespace, max_staleness: int) -> Graph:
+    """Episodes of as many prompts as are asked for."""
+    g, model = Graph("slow_worlds"), Model(str(policy))
+    rows = [{**row, "prompt": json.dumps(row["prompt"])} for row in rows_of(wanted)]
+    generator = Generator(model, group_size=GROUP_SIZE, max_tokens=wanted.tokens, slots=wanted.slots, chat=True)
+    trainer = Trainer(
+        model, loss=partial(aipo, rho=4.0), prompts_per_step=wanted.batch // GROUP_SIZE, lr=1e-4, normalize="rollouts"
+    )
+    world = trl_environment(SlowWorld, rounds=wanted.turns, timeout_s=120.0, concurrency=4096)
+    trainer(advantage(world(generator, g.source(Prompts(rows, columns=("number", "scale"))))))
+    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+    return g
+
+
+def measured(policy: Path, wanted: argparse.Namespace, max_staleness: int, runs: Path) -> Mapping[str, float]:
+    """Figures of one run."""
+    steps = wanted.episodes // wanted.batch
+    result = run(graph(policy, wanted, max_staleness), steps=steps, runs=runs, quiet=True)
+    assert result.verdict.clean, result.verdict.line
+    times = json.loads((result.folder / "times.json").read_text())
+    looks = [json.loads(line) for line in (result.folder / "activity.jsonl").read_text().splitlines()]
+    began = next((look["seconds"] for look in looks if look["nodes"].get("generator", {}).get("tokens")), 0.0)
+    ended = max(line["seconds"] for line in result.metrics if "loss" in line)
+    seconds = ended - min(began, ended)
+    return {
+        "seconds": seconds, "busy": times["busy_seconds"]["generator"] / seconds,
+        "episodes_per_s": wanted.episodes / seconds,
+    }  # fmt: skip
+
+
+def trl_measured(policy: Path, wanted: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
+    """Figures of TRL's trainer, in a process of the other interpreter; why there are none."""
+    settings = {
+        "policy": str(policy), "rows": rows_of(wanted), "episodes": wanted.episodes, "batch": wanted.batch,
+        "group_size": GROUP_SIZE, "turns": wanted.turns, "completion": (wanted.turns + 1) * (wanted.tokens + 16),
+    }  # fmt: skip
+    file = folder / "settings.json"
+    file.write_text(json.dumps(settings))
+    done = subprocess.run(
+        [wanted.trl, "-m", "bench.episodes.trl_arm", str(file)], capture_output=True, text=True, timeout=TRL_S,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"}, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        return {"failed": done.stderr.strip()[-500:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run them, and show them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=1024, help="all together")
+    parser.add_argument("--batch", type=int, default=128, help="of one step")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16, help="most of a turn")
+    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the time that worlds take")
+    parser.add_argument("--trl", metavar="PYTHON", help="an interpreter that has trl, for TRL's arm")
+    parser.add_argument("--json", type=Path)
+    wanted = parser.parse_args(arguments)
+    numbers = range(wanted.episodes // GROUP_SIZE)
+    each = [sum(world_s(number, turn, wanted.scale) for turn in range(wanted.turns)) for number in numbers]
+    report = Report("episodes", wanted.json)
+    case = f"{wanted.episodes} episodes of {wanted.turns} calls"
+    worlds = {"worlds_s": GROUP_SIZE * sum(each), "longest_s": max(each)}
+    with tempfile.TemporaryDirectory(prefix="dataflow-episodes-") as name:
+        policy = Path(name) / "policy"
+        subprocess.run([sys.executable, "-m", "bench.episodes.tool_caller", str(policy)], check=True, cwd=ROOT)
+        steps = wanted.episodes // wanted.batch
+        for system, max_staleness in (("at once", steps), ("batches", 0)):
+            figures = measured(policy, wanted, max_staleness, Path(name) / system.replace(" ", "_"))
+            report.add(case=case, system=system, **figures, **worlds)
+        if wanted.trl:
+            report.add(case=case, system="trl", **trl_measured(policy, wanted, Path(name)), **worlds)
+        else:
+            report.add(case=case, system="trl", skipped="--trl names no interpreter that has trl")
+    report.show(Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

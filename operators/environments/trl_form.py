@@ -1,0 +1,138 @@
+"""TRL's `environment_factory` as an episode: a class whose public methods are the policy's tools, unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dataflow.errors import GraphError
+from operators.chat.chat_format import Message
+from operators.chat.function_tools import definitions_of
+from operators.episodes.chat import EpisodeOver
+from operators.episodes.declaration import Episode
+from operators.rewards.foreign.adapting import messages_of, name_of, taken_by
+from operators.tools.threads import ToolThreads
+
+RESERVED = ("reset", "get_reward")
+"""Methods that are no tools."""
+SLACK_S = 10.0
+"""That a call which took too long is told in, before the world counts as hung."""
+
+
+def tools_of(world: Any) -> dict[str, Callable[..., Any]]:
+    """The public methods of an environment, those that TRL reserves left out."""
+    methods = inspect.getmembers(world, inspect.ismethod)
+    return {name: method for name, method in methods if name not in RESERVED and not name.startswith("_")}
+
+
+def appended(prompt: str, observation: str) -> str | list[Message]:
+    """A prompt with what `reset` returned behind its last message.
+
+    >>> appended("2+2=", "?"), appended('[{"role": "user", "content": "a"}]', "b")
+    ('2+2=?', [{'role': 'user', 'content': 'ab'}])
+    """
+    messages = messages_of(prompt)
+    if messages is None:
+        return prompt + observation
+    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + observation}]
+
+
+class TrlSession:
+    """One instance of an environment, for one rollout at a time."""
+
+    def __init__(self, world: Any, threads: ToolThreads) -> None:
+        self.world, self._threads = world, threads
+
+    async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int) -> str:
+        """As `ToolSession.call`; what a method raises is its result, as TRL tells it."""
+        try:
+            return str(await self.make(name, arguments, timeout_s))
+        except Exception as error:
+            return str({"error": str(error)})
+
+    async def make(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+        """Call a method; one that blocks holds nobody up."""
+        return await self._threads.call(getattr(self.world, name), arguments, timeout_s)
+
+    async def close(self) -> None:
+        """Nothing: TRL has no end of an instance."""
+
+
+class TrlTools:
+    """The instances that a factory makes, as a toolset: made once, and reset for each rollout."""
+
+    is_shared = False
+    ahead = 0
+    uses = None
+
+    def __init__(self, factory: Callable[[], Any], at_once: int) -> None:
+        self.factory, self.at_once = factory, at_once
+        self._threads: ToolThreads | None = None
+
+    def __repr__(self) -> str:
+        return f"TrlTools({name_of(self.factory)})"
+
+    def faults(self) -> Sequence[str]:
+        """Nothing that can be told without an instance."""
+        return ()
+
+    def definitions(self) -> Sequence[Message]:
+        """The methods of an instance that is made for this alone."""
+        return definitions_of(list(tools_of(self.factory()).values()))
+
+    async def open(self) -> TrlSession:
+        """An instance that no rollout has."""
+        if self._threads is None:
+            self._threads = ToolThreads(self.at_once)
+        return TrlSession(await asyncio.to_thread(self.factory), self._threads)
+
+
+def trl_environment(
+    factory: Callable[[], Any], *, name: str = "reward", columns: Sequence[str] = (), rounds: int | None = None,
+    timeout_s: float = 30.0, concurrency: int = 512, **limits: Any,
+) -> Episode:  # fmt: skip
+    """An environment of TRL's as an episode; `limits` are those of `episode`.
+
+    Args:
+        factory: makes an instance: `reset(**row)`, whose text stands behind the prompt, tools, maybe `get_reward`.
+        timeout_s: of a method.
+        columns: that `reset` is given beside those that it names.
+        rounds: of calls, after which it ends (`max_tool_calling_iterations`); None: as many as there are turns.
+    """
+    reset, reward_of = getattr(factory, "reset", None), getattr(factory, "get_reward", None)
+    if not callable(reset):
+        raise GraphError(
+            f"an environment of TRL has a method reset, but {factory!r:.60} has none; give the class, not an instance "
+            f"or a function that makes one"
+        )
+    toolset = TrlTools(factory, concurrency)
+    wanted = [each for each in taken_by(reset, "TRL").needed if each != "self"]
+    reads = list(dict.fromkeys(["prompt", *wanted, *columns]))
+
+    async def reward(chat: Any, **row: Any) -> Any:
+        session: TrlSession = await chat.session(toolset)
+        prompt = messages_of(row["prompt"]) or row["prompt"]
+        observation = await session.make("reset", {**row, "prompt": prompt}, timeout_s)
+        if observation is not None:
+            chat.rewrite(appended(row["prompt"], observation))
+        try:
+            done = 0
+            while (reply := await chat.say()).tool_calls and done != rounds:
+                await chat.call(reply)
+                done += 1
+        except EpisodeOver:
+            pass  # its reward is that of the world as it was left
+        return None if reward_of is None else await session.make("get_reward", {}, timeout_s)
+
+    parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in ("chat", *reads)]
+    shaped: Any = reward
+    shaped.__name__ = shaped.__qualname__ = name
+    shaped.__doc__ = inspect.getdoc(factory)
+    shaped.__signature__ = inspect.Signature(parameters)
+    shaped.__annotations__ = {"return": float if reward_of is not None else None}
+    return Episode(
+        function=reward, name=name, tools=(toolset,), timeout_s=timeout_s + SLACK_S, call_s=timeout_s,
+        concurrency=concurrency, **limits,
+    )  # fmt: skip
