@@ -20,6 +20,7 @@ longest_s     those of one episode
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -75,7 +76,8 @@ def measured(policy: Path, wanted: argparse.Namespace, max_staleness: int, runs:
     assert result.verdict.clean, result.verdict.line
     times = json.loads((result.folder / "times.json").read_text())
     looks = [json.loads(line) for line in (result.folder / "activity.jsonl").read_text().splitlines()]
-    began = next((look["seconds"] for look in looks if look["nodes"].get("generator", {}).get("tokens")), 0.0)
+    idle = itertools.takewhile(lambda look: not look["nodes"].get("generator", {}).get("tokens"), looks)
+    began = max((look["seconds"] for look in idle), default=0.0)
     ended = max(line["seconds"] for line in result.metrics if "loss" in line)
     seconds = ended - min(began, ended)
     return {
