@@ -164,13 +164,13 @@ class PoolProcess:
         one whose own code is what the process is at, where calls ask."""
         progress, running = self._progress, []
         for source in self._sources:
-            is_wanted = (before_ns is None or progress[source + 2] < before_ns) and (progress[source + 3] or not is_at)
-            if progress[source] >= 0 and is_wanted:
-                number, call, *_ = seen = progress[source : source + PROGRESS_FIELDS].tolist()
-                chunk = self.chunks.get(number)
-                is_steady = seen == progress[source : source + PROGRESS_FIELDS].tolist()
-                if is_steady and chunk is not None and chunk.start + call in chunk.open:
-                    running.append((chunk, chunk.start + call))
+            number, call, since_ns, is_busy, *_ = seen = progress[source : source + PROGRESS_FIELDS].tolist()
+            if number < 0 or (before_ns is not None and since_ns >= before_ns) or (is_at and not is_busy):
+                continue
+            chunk = self.chunks.get(number)
+            is_steady = seen == progress[source : source + PROGRESS_FIELDS].tolist()
+            if is_steady and chunk is not None and chunk.start + call in chunk.open:
+                running.append((chunk, chunk.start + call))
         return running
 
     def is_silent(self, now: float, patience_s: float) -> bool:
