@@ -161,10 +161,12 @@ class SessionPool(Generic[S]):
         """Start a session; where there is no room for it, again as long as somebody waits. Who waits first hears why it
         cannot be; after that none is started ahead until one has started."""
         session, pause_s = None, _FIRST_PAUSE_S
+        limit: asyncio.Timeout | None = None
         try:
             while session is None:
                 try:
-                    async with asyncio.timeout(self._start_s):
+                    limit = asyncio.timeout(self._start_s)
+                    async with limit:
                         session = await self._start()
                 except NoRoom:
                     if all(waiting.done() for waiting in self._waiting):
@@ -172,7 +174,7 @@ class SessionPool(Generic[S]):
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         except Exception as error:
-            self._refuse(error)
+            self._refuse(error, is_late=limit is not None and limit.expired())
         finally:
             self._starting -= 1
             self._is_failing = session is None
@@ -182,10 +184,10 @@ class SessionPool(Generic[S]):
                 self._give_back(session, 0, is_sound=True)
             self._serve()
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: Exception, *, is_late: bool) -> None:
         waiting = next((each for each in self._waiting if not each.done()), None)
         if waiting is not None:
-            late = f"it was not there within {self._start_s:g} s" if isinstance(error, TimeoutError) else ""
+            late = f"it was not there within {self._start_s:g} s" if is_late else ""
             found = late or f"{type(error).__name__}: {error}"
             waiting.set_exception(
                 WorldFailed(f"no session of '{self._name}' could be started; found {found}; look at the environment")

@@ -103,9 +103,13 @@ class Unreading:
 
     def look(self, now: float) -> None:
         """Ask once more."""
-        client = socket.create_connection(("127.0.0.1", self._port), timeout=10)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        client.sendall(self._asks)
+        try:
+            client = socket.create_connection(("127.0.0.1", self._port), timeout=10)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            client.sendall(self._asks)
+        except OSError:
+            self.done.failed += 1
+            return
         self._held.append(client)
         self.done.answers += 1
         if len(self._held) > UNREAD:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dataflow.planning.wiring import edge_name
 from dataflow.system.processes import Process
 from dataflow.system.stacks import Thread
 
@@ -78,6 +79,11 @@ class EdgeFacts:
     depth: int | None = None
     """Rows that arrived and are not acknowledged; None: not known."""
     capacity: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As `Edge.name`."""
+        return edge_name(self.producer, self.consumer, self.source)
 
     @property
     def is_full(self) -> bool:

@@ -9,6 +9,7 @@ from dataflow.doctor.waiting import SILENT_S
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
+from dataflow.planning.wiring import edge_name
 from dataflow.system import processes, stacks
 from dataflow.system.processes import Process
 from dataflow.worker.state_clock import BESIDE, STATES
@@ -108,7 +109,7 @@ def _edges(data: Iterable[Mapping[str, Any]], said: Mapping[str, Any]) -> tuple[
             depths[name] = max(depths.get(name, (0, capacity)), (depth, capacity))
     found = []
     for edge in data:
-        depth, capacity = depths.get(f"{edge['from']}>{edge['to']}:{edge['source']}", (None, None))
+        depth, capacity = depths.get(edge_name(edge["from"], edge["to"], edge["source"]), (None, None))
         found.append(
             EdgeFacts(producer=edge["from"], consumer=edge["to"], source=edge["source"], depth=depth, capacity=capacity)
         )

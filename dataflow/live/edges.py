@@ -27,7 +27,7 @@ def data_edges(
         {
             "from": edge.producer, "to": edge.consumer, "source": edge.source, "depth": edge.depth,
             "capacity": edge.capacity,
-            **_crossed(f"{edge.producer}>{edge.consumer}:{edge.source}", now, before, passed),
+            **_crossed(edge.name, now, before, passed),
         }
         for edge in edges
     ]  # fmt: skip

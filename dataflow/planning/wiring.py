@@ -52,7 +52,16 @@ class Edge:
     @property
     def name(self) -> str:
         """What errors and headers call it."""
-        return f"{self.producer}>{self.consumer}:{self.source}"
+        return edge_name(self.producer, self.consumer, self.source)
+
+
+def edge_name(producer: str, consumer: str, source: str) -> str:
+    """That of an edge with these ends, for rows of this source.
+
+    >>> edge_name("generator", "reward", "prompts")
+    'generator>reward:prompts'
+    """
+    return f"{producer}>{consumer}:{source}"
 
 
 def edges(graph: Structure) -> list[Edge]:

@@ -7,8 +7,10 @@ from typing import Any
 from dataflow.scoring.failure import BY_CAUSE
 from dataflow.worker.messages import Heartbeat, NodeReport
 
-_COUNTERS = ("tokens", "scored", "failed", "restarts", "turns", "played", "retried", "world_s")
+_COUNTERS = ("tokens", "scored", "failed", "does_not_apply", "restarts", "turns", "played", "retried", "world_s")
 """What a node's status counts from 0 in each process; all else in it is how things stand."""
+_COUNTED = (BY_CAUSE, "decode_")
+"""What others of them begin with."""
 
 Told = Mapping[str, Any]
 """A heartbeat, in plain values; empty where there was none."""
@@ -32,7 +34,7 @@ def together(earlier: Told, now: Heartbeat | None) -> Told:
 def _added(before: Told, report: dict[str, Any]) -> dict[str, Any]:
     status = dict(report["status"])
     for key, count in before["status"].items():
-        if key in _COUNTERS or key.startswith(BY_CAUSE):
+        if key in _COUNTERS or key.startswith(_COUNTED):
             status[key] = status.get(key, 0) + count
     return report | {
         "status": status,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from dataflow.scoring.calls import Answers, Call, CallAsks, CallHears, Calls, PoolSettings
+from dataflow.scoring.resting import RestingLimit
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
 
@@ -169,44 +170,45 @@ class _Questions:
                 return await _Stepped(call(index, ask), source), None
         except BaseException as error:
             return None, settings.late if limit.expired() else settings.describe(error)
+        finally:
+            ask.end()
 
 
 class _Asking:
     """What one call has of its owner: `calls.Ask`."""
 
     def __init__(
-        self, post: Callable[[CallAsks, bytes], None], open: dict[tuple[int, int, int], asyncio.Future[bytes]],
+        self, post: Callable[[CallAsks, bytes], None], waiting: dict[tuple[int, int, int], asyncio.Future[bytes]],
         limit: asyncio.Timeout, source: Source, call: tuple[int, int], timeout_s: float,
     ) -> None:  # fmt: skip
-        self._post, self._open, self._limit, self._source = post, open, limit, source
-        self._call, self._timeout_s, self._asked, self._resting = call, timeout_s, 0, 0
+        self._post, self._waiting, self._call, self._asked = post, waiting, call, 0
+        self._limit = RestingLimit(
+            limit, timeout_s, rests=lambda: source.__setitem__(0, -1),
+            works=lambda: _enter(source, *call, time.monotonic_ns()),
+        )  # fmt: skip
+        self.rest = self._limit.rest
 
     async def __call__(self, body: bytes) -> bytes:
-        """As `Ask`."""
+        """As `Ask`; a task that the call has left behind ends here."""
+        if self._limit.is_over:
+            raise asyncio.CancelledError
         key = *self._call, self._asked
         self._asked += 1
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._open[key] = future
+        self._waiting[key] = future
         with self.rest():
             try:
                 self._post(CallAsks(*key), body)
                 return await future
             finally:
-                del self._open[key]
+                del self._waiting[key]
 
-    @contextlib.contextmanager
-    def rest(self) -> Iterator[None]:
-        """As `Ask.rest`."""
-        self._resting += 1
-        self._source[0] = -1
-        self._limit.reschedule(None)
-        try:
-            yield
-        finally:
-            self._resting -= 1
-            if not self._resting:
-                _enter(self._source, *self._call, time.monotonic_ns())
-                self._limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+    def end(self) -> None:
+        """The call has ended: nobody answers what it has left behind."""
+        self._limit.is_over = True
+        for key, future in list(self._waiting.items()):
+            if key[:2] == self._call:
+                future.cancel()
 
 
 class _Stepped:

@@ -70,9 +70,12 @@ def below_each(pids: Iterable[int]) -> dict[int, list[int]]:
             children[int(fields[1])].append(int(name))
     found: dict[int, list[int]] = {}
     for pid in pids:
-        found[pid] = list(children[pid])
-        for child in found[pid]:  # which grows
-            found[pid] += children[child]
+        found[pid], seen = list(children[pid]), {pid}
+        for child in found[pid]:  # which grows; a number given out anew meanwhile may stand above itself
+            if child not in seen:
+                seen.add(child)
+                found[pid] += children[child]
+        found[pid] = list(dict.fromkeys(found[pid]))
     return found
 
 

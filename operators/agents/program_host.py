@@ -251,9 +251,8 @@ class ProgramHost:
             if not strays:
                 return
             for pid in strays:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+                with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
 
     def _end_all(self) -> None:

@@ -162,11 +162,12 @@ class Programs:
         ended = self._host.ended()
         if ended is None:
             return self._bury()
+        answers = [self._ended(each) for each in ended]  # before limits: one that is over is not late any more
         now = self._clock()
         for session in self._sessions.values():
             if session.open is None and now > session.deadline and session.failure is None:
                 self.stop(session.job, f"{HUNG}: no call and no end within {self._agent.timeout_s:g} s")
-        return [self._ended(each) for each in ended]
+        return answers
 
     def asked(self) -> list[Asked]:
         """Questions of programs that run."""

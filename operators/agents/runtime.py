@@ -21,10 +21,10 @@ from operators.agents.run_service import EndpointThread, RunService
 from operators.agents.turns_in_run import TurnsInRun
 from operators.engine.stop_strings import end_tokens
 from operators.episodes.chat import TurnQuestion
+from operators.episodes.conversations import Begin
 from operators.episodes.dialogue import Context, SaidTurn, TurnRequest
 from operators.episodes.heard import Heard
 from operators.episodes.runtime import UNBOUNDED, EpisodesRuntime, LiveEpisode
-from operators.episodes.talks import Begin
 from operators.generation.groups import PromptGroup
 from operators.models.loading import load_configs, load_tokenizer
 

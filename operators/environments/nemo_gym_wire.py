@@ -63,7 +63,6 @@ class NemoGymSession:
     async def step(self, action: str) -> Seen:
         """As `Session.step`: tools that are called are run, and what is no call is the answer."""
         turn = self._items(action)
-        self._output += turn
         if self._steps:
             answer = await self._ask("/step", {**self._row, "response": self._response(turn)})
             outputs = (answer.get("info") or {}).get("tool_outputs") or ()
@@ -77,8 +76,9 @@ class NemoGymSession:
             )  # fmt: skip
         calls = [item for item in turn if item["type"] == "function_call"]
         if not calls:
-            answer = await self._ask("/verify", {**self._row, "response": self._response(self._output)})
+            answer = await self._ask("/verify", {**self._row, "response": self._response([*self._output, *turn])})
             return Seen(raw=answer, reward=answer.get("reward"), terminated=True)
+        self._output += turn  # a turn that a busy server did not take comes again
         results = []
         for call in calls:  # what a tool refuses is the policy's to read
             status, body = await self._post(f"/{call['name']}", json.loads(call["arguments"]))

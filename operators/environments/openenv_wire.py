@@ -26,12 +26,11 @@ async def connect(url: str, *, field: str | None = None, **options: Any) -> Open
     from websockets.asyncio.client import connect as open_socket
     from websockets.exceptions import InvalidStatus
 
-    root = url.rstrip("/").replace("http", "ws", 1) if url.startswith("http") else url.rstrip("/")
+    root = url.rstrip("/").removesuffix("/ws")
+    root = root.replace("http", "ws", 1) if root.startswith("http") else root
     try:
         # Nobody is pinged: one that computes, or a policy that thinks, may be silent for as long as it takes.
-        socket = await open_socket(
-            f"{root.removesuffix('/ws')}/ws", ping_interval=None, max_size=ANSWER_BYTES, close_timeout=2.0
-        )
+        socket = await open_socket(f"{root}/ws", ping_interval=None, max_size=ANSWER_BYTES, close_timeout=2.0)
     except InvalidStatus as error:
         if error.response.status_code in _BUSY_STATUS:
             raise NoRoom from error
@@ -41,7 +40,7 @@ async def connect(url: str, *, field: str | None = None, **options: Any) -> Open
         with contextlib.suppress(InvalidAction, WorldFailed):
             await session.ask("state")
         if field is None:
-            session.field = await asyncio.to_thread(_text_field, f"{root.removesuffix('/ws').replace('ws', 'http', 1)}")
+            session.field = await asyncio.to_thread(_text_field, root.replace("ws", "http", 1))
     except BaseException:
         await session.close()
         raise

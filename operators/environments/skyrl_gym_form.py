@@ -57,9 +57,10 @@ class SkyRLGymSession:
 
     async def close(self) -> None:
         """As `Session.close`."""
-        if self._env is not None:
-            await self._in_thread(self._env.close)
-        self._thread.shutdown(wait=False)
+        closing = None if self._env is None else self._thread.submit(self._env.close)
+        self._thread.shutdown(wait=False)  # what was asked for before is still done, behind a step that hangs too
+        if closing is not None:
+            await asyncio.shield(asyncio.wrap_future(closing))
 
     def _begin(self, task: Mapping[str, Any]) -> None:
         if self._env is not None:

@@ -7,13 +7,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, WorldFailed
 from operators.chat.chat_format import Message
 from operators.chat.function_tools import definitions_of
 from operators.episodes.chat import EpisodeOver
 from operators.episodes.declaration import Episode
 from operators.rewards.foreign.adapting import messages_of, name_of, taken_by
 from operators.tools.threads import ToolThreads
+from operators.tools.toolset import TookTooLong
 
 RESERVED = ("reset", "get_reward")
 """Methods that are no tools."""
@@ -42,19 +43,33 @@ def appended(prompt: str, observation: str) -> str | list[Message]:
 class TrlSession:
     """One instance of an environment, for one rollout at a time."""
 
-    def __init__(self, world: Any, threads: ToolThreads) -> None:
-        self.world, self._threads = world, threads
+    def __init__(self, world: Any, factory: Callable[[], Any], threads: ToolThreads) -> None:
+        self.world, self._factory, self._threads = world, factory, threads
+        self._is_stuck = False
+        """Whether a call that passed its limit is still at work in it."""
+
+    async def reset(self, row: Mapping[str, Any], timeout_s: float) -> Any:
+        """Begin a rollout, in another instance where this one is still at work."""
+        if self._is_stuck:
+            self.world, self._is_stuck = await asyncio.to_thread(self._factory), False
+        return await self.make("reset", row, timeout_s)
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int) -> str:
         """As `ToolSession.call`; what a method raises is its result, as TRL tells it."""
         try:
             return str(await self.make(name, arguments, timeout_s))
+        except WorldFailed:
+            raise
         except Exception as error:
             return str({"error": str(error)})
 
     async def make(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         """Call a method; one that blocks holds nobody up."""
-        return await self._threads.call(getattr(self.world, name), arguments, timeout_s)
+        try:
+            return await self._threads.call(getattr(self.world, name), arguments, timeout_s)
+        except TookTooLong:
+            self._is_stuck = True
+            raise
 
     async def close(self) -> None:
         """Nothing: TRL has no end of an instance."""
@@ -86,7 +101,7 @@ class TrlTools:
         """An instance that no rollout has."""
         if self._threads is None:
             self._threads = ToolThreads(self.at_once)
-        return TrlSession(await asyncio.to_thread(self.factory), self._threads)
+        return TrlSession(await asyncio.to_thread(self.factory), self.factory, self._threads)
 
 
 def trl_environment(
@@ -114,7 +129,7 @@ def trl_environment(
     async def reward(chat: Any, **row: Any) -> Any:
         session: TrlSession = await chat.session(toolset)
         prompt = messages_of(row["prompt"]) or row["prompt"]
-        observation = await session.make("reset", {**row, "prompt": prompt}, timeout_s)
+        observation = await session.reset({**row, "prompt": prompt}, timeout_s)
         if observation is not None:
             chat.rewrite(appended(row["prompt"], observation))
         try:

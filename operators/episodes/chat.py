@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from dataflow.errors import OperatorError
 from dataflow.scoring.calls import Ask
+from operators.episodes.conversations import FIRST, ConversationOrigin
 from operators.episodes.heard import Heard, text_of
 from operators.episodes.reply import Reply
-from operators.episodes.talks import FIRST, TalkOrigin
-from operators.tools.hands import ToolHands
+from operators.tools.rollout_tools import RolloutTools
 
 HEARD_CHARACTERS = 1 << 20
 """Most that the world may say between two turns of the policy: more than any context holds."""
@@ -92,7 +92,7 @@ class TurnQuestion:
     """How the past was rewritten, before what was heard: see `rewriting`."""
     conversation: int = 0
     """Of which a turn is asked for."""
-    origin: TalkOrigin = FIRST
+    origin: ConversationOrigin = FIRST
     """How that one began."""
 
     def to_bytes(self) -> bytes:
@@ -107,7 +107,7 @@ class TurnQuestion:
         heard, most, rewards, rewritten, conversation, origin = json.loads(body)
         return cls(
             heard=tuple(heard), most=most, rewards=tuple(map(tuple, rewards)), rewritten=rewritten,
-            conversation=conversation, origin=TalkOrigin(*origin),
+            conversation=conversation, origin=ConversationOrigin(*origin),
         )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ class Chats:
     ask: Ask
     has_messages: bool = False
     """Whether the generator takes messages."""
-    hands: ToolHands | None = None
+    tools: RolloutTools | None = None
     """What they have of the episode's tools."""
     chats: list[AskedChat] = field(default_factory=list)
     is_over: bool = False
@@ -167,7 +167,7 @@ class Chats:
         """Of each turn, by conversation."""
         return [chat.rewards for chat in self.chats]
 
-    def begin(self, origin: TalkOrigin = FIRST, **state: Any) -> AskedChat:
+    def begin(self, origin: ConversationOrigin = FIRST, **state: Any) -> AskedChat:
         """One more conversation."""
         chat = AskedChat(self, len(self.chats), origin, **state)
         self.chats.append(chat)
@@ -201,7 +201,7 @@ class AskedChat:
 
     among: Chats
     number: int
-    origin: TalkOrigin
+    origin: ConversationOrigin
     heard: list[Heard] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     rewritten: str | None = None
@@ -224,20 +224,20 @@ class AskedChat:
         said = await self.among.say(self, max_tokens)
         if said is None:
             raise EpisodeOver("the policy has no turn left")
-        hands = self.among.hands
-        if hands is None:
+        tools = self.among.tools
+        if tools is None:
             return Reply(said)
-        read = hands.read(said, self.called)
+        read = tools.read(said, self.called)
         self.called += len(read.message.get("tool_calls") or ())
         return Reply(said, read)
 
     async def call(self, reply: Reply) -> list[str]:
         """As `Chat.call`."""
-        hands = self._tools()
-        results = await hands.results(reply.tool_calls)
+        tools = self._tools()
+        results = await tools.results(reply.tool_calls)
         told = [(call, result) for call, result in zip(reply.tool_calls, results, strict=True)]
         for call, result in [*told, *((None, f"error: {reason}") for reason in reply.broken)]:
-            self._hear(hands.answer(call, result))
+            self._hear(tools.answer(call, result))
         return results
 
     async def use_tools(self) -> Reply:
@@ -252,10 +252,10 @@ class AskedChat:
         """As `Chat.session`."""
         return await self._tools().session(toolset)
 
-    def _tools(self) -> ToolHands:
-        if self.among.hands is None:
+    def _tools(self) -> RolloutTools:
+        if self.among.tools is None:
             raise OperatorError("the episode has no tools, but one is to be called; write @episode(tools=[...])")
-        return self.among.hands
+        return self.among.tools
 
     def hear(self, text: str) -> None:
         """As `Chat.hear`."""
@@ -270,7 +270,7 @@ class AskedChat:
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
         """As `Chat.agent`."""
-        return self.among.begin(TalkOrigin(role=str(role), history=self._history(history)))
+        return self.among.begin(ConversationOrigin(role=str(role), history=self._history(history)))
 
     def branch(self, tries: int) -> list[AskedChat]:
         """As `Chat.branch`."""

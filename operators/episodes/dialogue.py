@@ -79,7 +79,7 @@ class WaitingTurn:
 
 Context = Callable[[AnyArray, Sequence[SaidTurn], Sequence[Heard], str | None], AnyArray]
 """Tokens of all that the policy sees, from the prompt, the turns so far, what was heard behind them and how the past
-was rewritten before that: `Words.context`."""
+was rewritten before that: `TurnContext.context`."""
 
 
 @dataclass(kw_only=True)

@@ -37,9 +37,9 @@ from dataflow.runtime import Context
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.worker.host import in_flight
+from operators.episodes.conversations import RecordedTurn
 from operators.episodes.dialogue import SaidTurn
 from operators.episodes.heard import read, written
-from operators.episodes.talks import KeptTalk
 
 SCHEMA = pa.schema(
     [
@@ -72,7 +72,7 @@ class KeptTurn:
     group: int
     position: int
     mark: int
-    said: KeptTalk
+    said: RecordedTurn
 
 
 class TurnFiles(GroupFiles):
@@ -80,9 +80,9 @@ class TurnFiles(GroupFiles):
 
     kind, schema, once = "turns", SCHEMA, False
 
-    def find(self, group: int, mark: int) -> Mapping[int, list[KeptTalk]]:
+    def find(self, group: int, mark: int) -> Mapping[int, list[RecordedTurn]]:
         """By position, the turns that earlier processes kept of a group's rollouts, in the order in which they did."""
-        found: dict[int, list[KeptTalk]] = {}
+        found: dict[int, list[RecordedTurn]] = {}
         for rows in self._earlier(group):
             for kept in _kept(rows):
                 if kept.mark == mark:
@@ -162,4 +162,4 @@ def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
             heard=read(heard), most=most, rewritten=rewritten, begins=begins, given=given[row].values.to_numpy(),
             tokens=tokens, text=text, finish_reason=reason, temperature=values[-1],
         )  # fmt: skip
-        yield KeptTurn(group, position, mark, KeptTalk(conversation, number, origin, turn))
+        yield KeptTurn(group, position, mark, RecordedTurn(conversation, number, origin, turn))

@@ -31,13 +31,13 @@ from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
+from operators.episodes.conversations import Begin, RolloutConversations
 from operators.episodes.dialogue import TurnRequest
 from operators.episodes.heard import Heard
 from operators.episodes.knobs import EpisodeKnobs
 from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
-from operators.episodes.talks import Begin, Talks
+from operators.episodes.turn_context import ConversationStarts, PlainContext
 from operators.episodes.turn_requests import request_rows
-from operators.episodes.words import Beginnings, PlainWords
 from operators.episodes.worlds import Worlds, row_bytes
 from operators.generation import groups
 from operators.generation.groups import PromptGroup
@@ -55,7 +55,7 @@ class LiveEpisode:
 
     group: PromptGroup
     position: int
-    talk: Talks
+    talk: RolloutConversations
     columns: bytes
     """Of its prompt, for the function."""
     asked: Asked | None = None
@@ -72,7 +72,7 @@ class LiveEpisode:
     """When its function began, or was last told something."""
     returned: Any = None
     columns_of_turns: Mapping[str, Any] | None = None
-    """Once it has ended; see `Talks.columns`."""
+    """Once it has ended; see `RolloutConversations.columns`."""
 
     def encode(self, start: int, stop: int) -> bytes:
         """What its call is made with."""
@@ -95,7 +95,7 @@ class EpisodesRuntime(Runtime):
         self._tokenizer = load_tokenizer(episode.generator.uses)
         self._masks = SAMPLING_MASK in episode.provides({})
         self._form = ChatFormat(self._tokenizer) if episode.traits.chat else None
-        self._plain = PlainWords(self._tokenizer)
+        self._plain = PlainContext(self._tokenizer)
         box = episode.toolbox(self._form)
         self._told_tools: Sequence[Message] = () if box is None else box.in_template
         """Definitions that the chat template lays out."""
@@ -200,7 +200,7 @@ class EpisodesRuntime(Runtime):
 
     def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, prompt: str) -> LiveEpisode:
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
-        talk = Talks(
+        talk = RolloutConversations(
             key=key, max_turns=self._episode.max_turns, max_tokens=self._episode.max_tokens or UNBOUNDED,
             begin=self._begins(group, prompt),
         )  # fmt: skip
@@ -214,7 +214,7 @@ class EpisodesRuntime(Runtime):
 
     def _begins(self, group: PromptGroup, prompt: str) -> Begin:
         """What conversations of a rollout begin with."""
-        return Beginnings(self._plain, self._form, self._episode.past, group.prompt, prompt, self._told_tools)
+        return ConversationStarts(self._plain, self._form, self._episode.past, group.prompt, prompt, self._told_tools)
 
     def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:
         """What is asked."""

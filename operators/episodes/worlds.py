@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,11 +12,12 @@ import pyarrow as pa
 from dataflow.scoring.calls import Ask, Call, PoolSettings
 from dataflow.scoring.pool import Answer, Pool
 from dataflow.scoring.process import Asked, Encode
+from dataflow.scoring.resting import RestingLimit
 from dataflow.scoring.return_values import checker, describe
 from dataflow.scoring.values import row_arguments
 from operators.episodes.chat import Chats, EpisodeOver
 from operators.episodes.knobs import FunctionKnobs
-from operators.tools.hands import ToolHands
+from operators.tools.rollout_tools import RolloutTools
 from operators.tools.toolbox import Toolbox
 
 
@@ -116,6 +116,11 @@ class InWorkerWorlds:
             self._loop.run_until_complete(self._box.close())
         self._loop.close()
 
+    def forget(self, job: int) -> None:
+        """Nobody answers what a job has left behind."""
+        for key in [key for key in self._waiting if key[0] == job]:
+            self._waiting.pop(key).cancel()
+
     async def answered(self, asked: Asked) -> bytes:
         """What is told to a question."""
         future: asyncio.Future[bytes] = self._loop.create_future()
@@ -134,6 +139,7 @@ class InWorkerWorlds:
             failures = {0: self._settings.late if limit.expired() else self._settings.describe(error)}
         finally:
             del self._tasks[job]
+            ask.end()
         self._answers.append(Answer(job, [0], failures, self._settings.pack(values)))
 
 
@@ -141,26 +147,22 @@ class _AskHere:
     """What one call has of the worker in which it runs: `calls.Ask`."""
 
     def __init__(self, worlds: InWorkerWorlds, job: int, limit: asyncio.Timeout) -> None:
-        self._worlds, self._job, self._limit = worlds, job, limit
-        self._asked = self._resting = 0
+        self._worlds, self._job, self._asked = worlds, job, 0
+        self._limit = RestingLimit(limit, worlds.timeout_s)
+        self.rest = self._limit.rest
 
     async def __call__(self, body: bytes) -> bytes:
-        """As `Ask`."""
+        """As `Ask`; a task that the call has left behind ends here."""
+        if self._limit.is_over:
+            raise asyncio.CancelledError
         with self.rest():
             self._asked += 1
             return await self._worlds.answered(Asked(self._job, 0, self._asked - 1, body))
 
-    @contextlib.contextmanager
-    def rest(self) -> Iterator[None]:
-        """As `Ask.rest`."""
-        self._resting += 1
-        self._limit.reschedule(None)
-        try:
-            yield
-        finally:
-            self._resting -= 1
-            if not self._resting:
-                self._limit.reschedule(asyncio.get_running_loop().time() + self._worlds.timeout_s)
+    def end(self) -> None:
+        """The call has ended."""
+        self._limit.is_over = True
+        self._worlds.forget(self._job)
 
 
 def worlds_of(episode: FunctionKnobs, box: Toolbox | None = None) -> Worlds:
@@ -195,8 +197,8 @@ def _prepare(episode: FunctionKnobs, box: Toolbox | None, payload: bytes) -> Cal
     check = checker(episode.signature.output) if episode.signature.output is not None else None
 
     async def call(index: int, ask: Ask) -> bytes:
-        hands = None if box is None else ToolHands(box, ask.rest)
-        chats = Chats(ask, has_messages=bool(episode.traits.chat), hands=hands)
+        tools = None if box is None else RolloutTools(box, ask.rest)
+        chats = Chats(ask, has_messages=bool(episode.traits.chat), tools=tools)
         returned = episode.signature.nothing
         try:
             value = await episode.function(chats.begin(), **arguments, **episode.given)
@@ -204,10 +206,10 @@ def _prepare(episode: FunctionKnobs, box: Toolbox | None, payload: bytes) -> Cal
         except EpisodeOver:
             chats.is_over = True
         finally:
-            if hands is not None:
-                await hands.close()
-        if hands is not None and hands.failure is not None:
-            raise hands.failure
+            if tools is not None:
+                await tools.close()
+        if tools is not None and tools.failure is not None:
+            raise tools.failure
         return chats.outcome(returned).to_bytes()
 
     return call

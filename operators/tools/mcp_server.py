@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import json
 import os
@@ -155,12 +154,12 @@ class McpSession:
         task, self._task = self._task, None
         if task is None:
             return
-        late = {task}
-        if self._begun.is_set():
-            _, late = await asyncio.wait({task}, timeout=_CLOSE_S)
-        if late:
-            task.cancel()
-            await asyncio.wait({task}, timeout=_CLOSE_S)
+        try:
+            if self._begun.is_set():
+                await asyncio.wait({task}, timeout=_CLOSE_S)
+        finally:
+            task.cancel()  # also where who waits for this gives up
+        await asyncio.wait({task}, timeout=_CLOSE_S)
 
     async def _held(self) -> None:
         from mcp import Client
@@ -192,8 +191,8 @@ class McpSession:
                 + (self._why() if self._task.done() else f"it took more than {timeout_s:g} s")
             )
         finally:
-            answer.cancel()
-            with contextlib.suppress(BaseException):
+            if not answer.done():
+                answer.cancel()
                 await asyncio.wait({answer}, timeout=_CLOSE_S)
 
     def _why(self) -> str:

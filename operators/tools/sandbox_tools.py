@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dataflow.errors import WorldFailed
 from operators.chat.chat_format import Message
@@ -15,6 +15,7 @@ from operators.sandbox.runner import SandboxError
 from operators.sandbox.self_test import fault
 from operators.sandbox.session import CommandRefused, CommandResult, KeptLimits, KeptSandbox, SandboxLost
 
+T = TypeVar("T")
 _PYTHON = (
     "Runs Python code in a sandbox. Variables, imports and files are still there in the next call. Gives what the code "
     "prints, and the value of its last expression."
@@ -113,50 +114,43 @@ class SandboxSession:
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int) -> str:
         """As `ToolSession.call`."""
-        async with self._one:
-            return await self._called(name, str(next(iter(arguments.values()), "")), timeout_s, 4 * characters)
+        told = str(next(iter(arguments.values()), ""))
 
-    async def _called(self, name: str, told: str, timeout_s: float, most_bytes: int) -> str:
-        sandbox = await self._held()
-        run = sandbox.python if name == "python" else sandbox.shell
+        async def run(sandbox: KeptSandbox) -> str:
+            command = sandbox.python if name == "python" else sandbox.shell
+            return _shown(await command(told, timeout_s=timeout_s, most_bytes=4 * characters))
+
         try:
-            return _shown(await run(told, timeout_s=timeout_s, most_bytes=most_bytes))
-        except SandboxError as error:
-            self._end()
-            raise WorldFailed(str(error)) from error
+            return await self._asked(run)
         except SandboxLost as error:
-            self._end()
             return f"error: {error}; the sandbox was started anew, and its files and variables are gone"
         except CommandRefused as error:
             return f"error: {error}"
-        except BaseException:
-            self._end()  # in the middle of a command
-            raise
 
     async def write(self, path: str, data: bytes) -> None:
         """Put a file below /tmp. Raises WorldFailed; CommandRefused where it cannot be written."""
-        try:
-            async with self._one:
-                await (await self._held()).write(path, data)
-        except SandboxError as error:
-            self._end()
-            raise WorldFailed(str(error)) from error
+        await self._asked(lambda sandbox: sandbox.write(path, data))
 
     async def read(self, path: str) -> bytes:
         """A file below /tmp, 8 MiB at most. Raises WorldFailed; CommandRefused where it is not there, or longer."""
-        try:
-            async with self._one:
-                return await (await self._held()).read(path)
-        except SandboxError as error:
-            self._end()
-            raise WorldFailed(str(error)) from error
+        return await self._asked(lambda sandbox: sandbox.read(path))
 
     async def close(self) -> None:
         """End it, with all that is in it."""
         self._end()
 
-    async def _held(self) -> KeptSandbox:
-        return self._sandbox or await self.begin()
+    async def _asked(self, ask: Callable[[KeptSandbox], Awaitable[T]]) -> T:
+        """What the sandbox answers; one that is lost, or was left in the middle of a command, is ended."""
+        async with self._one:
+            try:
+                return await ask(self._sandbox or await self.begin())
+            except SandboxError as error:
+                self._end()
+                raise WorldFailed(str(error)) from error
+            except BaseException as error:
+                if not isinstance(error, CommandRefused) or isinstance(error, SandboxLost):
+                    self._end()
+                raise
 
     def _end(self) -> None:
         sandbox, self._sandbox = self._sandbox, None

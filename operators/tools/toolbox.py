@@ -71,7 +71,7 @@ class Toolbox:
             self._pools = [
                 SessionPool(
                     toolset.open, name=type(toolset).__name__, most=toolset.at_once, ahead=toolset.ahead,
-                    uses=toolset.uses, patience_s=PATIENCE_S,
+                    uses=toolset.uses, start_s=PATIENCE_S, patience_s=PATIENCE_S,
                 )
                 for toolset in self.toolsets
             ]  # fmt: skip

@@ -42,14 +42,14 @@ EPISODES = (
     Law(
         "a branch of a past that is another one now is drawn anew",
         "test_branches_of_what_was_drawn_anew_are_drawn_anew",
-        "operators.episodes:Talks._talk",
+        "operators.episodes:RolloutConversations._talk",
         condition("known and is_same", "zip"),
         "the comparison of what it goes on from",
     ),
     Law(
         "all conversations of an episode have one budget",
         "test_all_conversations_have_one_budget_and_different_seeds",
-        "operators.episodes:Talks.ask",
+        "operators.episodes:RolloutConversations.ask",
         assigned("max_turns", "self.max_turns"),
         "the turns of the others",
     ),
@@ -126,7 +126,7 @@ EPISODES = (
     Law(
         "a call that waits for its owner is not late",
         "test_a_call_that_waits_for_its_owner_is_not_late",
-        "dataflow.scoring.at_work:_Asking.rest",
+        "dataflow.scoring.resting:RestingLimit.rest",
         without("reschedule", "!_timeout_s"),
         "that its clock stands still",
     ),

@@ -8,6 +8,7 @@ tools, and `gives`, the extra field of a `rollout_func` that is the reward.
 """
 
 import asyncio
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -93,7 +94,7 @@ class RunTrainer:
         self.accelerator = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True)
         self.vllm_generation = PolicyGeneration(most)
 
-    @property
+    @functools.cached_property
     def processing_class(self) -> Any:
         """The policy's tokenizer."""
         from transformers import AutoTokenizer

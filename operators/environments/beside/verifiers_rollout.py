@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-START_S = 120.0
+START_S = 60.0
 """Most seconds until the server answers."""
 WORLD_FAILED = 75
 """Exit status: what failed is outside, and may be tried again."""
@@ -70,7 +70,12 @@ async def rollout(what: dict[str, Any], task: dict[str, Any]) -> float | None:
         serving = asyncio.create_task(server.run())
         client = EnvClient(server.address)
         try:
-            await client.wait_for_server_startup(timeout=START_S, interval=0.05)
+            ready = asyncio.ensure_future(client.wait_for_server_startup(timeout=START_S, interval=0.05))
+            await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                ready.cancel()
+                await serving
+            await ready
             episode = await client.run(
                 client=client_of(what), model="policy",
                 sampling=vf.SamplingConfig.model_validate(what.get("sampling") or {}), task_data=task,
@@ -108,7 +113,7 @@ def main(arguments: list[str]) -> int:
     row = json.loads(sys.stdin.readline())
     try:
         reward = asyncio.run(rollout(what, json.loads(row["task"])))
-    except (RolloutFailed, OSError, TimeoutError) as error:
+    except (RolloutFailed, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return WORLD_FAILED
     print(json.dumps(reward), file=out)

@@ -6,7 +6,6 @@ are stopped: a process that a command left behind takes no time until the next o
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -26,7 +25,7 @@ SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh", "/usr/bin/sh")
 STATE = 9
 """The descriptor into which a shell writes its folder and its environment when it ends."""
 LONGEST_COMMAND, LONGEST_CODE = 100_000, 500_000
-"""Bytes; the kernel takes no more in one argument, and in one pipe."""
+"""Bytes; the kernel takes no more in one argument."""
 _PROLOGUE = f"""trap '{{ printf "%s\\0" "$PWD"; env -0; }} >&{STATE}' EXIT\n"""
 _MOST_STATE = 1 << 16
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -87,7 +86,8 @@ class SandboxKeeper:
         if self._python is None or self._python[0] in self._ended or not self._told(told):
             self._end_python()
             self._python = self._started()
-            self._told(told)
+            if not self._told(told):
+                return ["lost", "no Python takes code any more"]
         pid, _, sign, out = self._python
         output = _Output(out, most)
         is_over, note = self._wait(pid, output, sign, seconds)
@@ -126,7 +126,8 @@ class SandboxKeeper:
         try:
             path = os.path.join(HOME, path)  # noqa: PTH118  (pathlib is slow to import)
             os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-            with open(path, "wb") as file:  # noqa: PTH123
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK  # a pipe that nobody reads holds nobody up
+            with open(os.open(path, flags, 0o644), "wb") as file:  # noqa: PTH123
                 file.write(data)
         except OSError as error:
             return ["failed", f"{path} cannot be written: {error.strerror}"]
@@ -159,8 +160,13 @@ class SandboxKeeper:
         _, feed, sign, _ = self._python
         try:
             _Output(sign, 0).drain()  # signs that the code gave itself
-            whole = FRAME.pack(len(code)) + code
-            return os.write(feed, whole) == len(whole)
+            left, poll = memoryview(FRAME.pack(len(code)) + code), select.poll()
+            poll.register(feed, select.POLLOUT)
+            deadline = time.monotonic() + _INTERRUPTED_S
+            while left and time.monotonic() < deadline:
+                if poll.poll(_TICK_S * 1000):
+                    left = left[os.write(feed, left) :]
+            return not left
         except OSError:
             return False
 
@@ -182,7 +188,6 @@ class SandboxKeeper:
         )
         for fd in (feed[0], sign[1], out[1]):
             os.close(fd)
-        fcntl.fcntl(feed[1], fcntl.F_SETPIPE_SZ, 1 << 20)
         os.set_blocking(feed[1], False)
         return pid, feed[1], sign[0], out[0]
 
@@ -234,8 +239,10 @@ class SandboxKeeper:
                 for fd in ready & set(fds):
                     if not fds[fd].read():
                         poll.unregister(fd)
-                if sign is not None and sign in ready and os.read(sign, 1):
-                    return True, ""
+                if sign is not None and sign in ready:
+                    if os.read(sign, 1):
+                        return True, ""
+                    poll.unregister(sign)  # closed by the code: its end is what there is to wait for
                 if end in ready:
                     return sign is None, ""
                 if output.total > self._limits["output_bytes"]:

@@ -309,9 +309,10 @@ class Learner:
             elif VALUES in given and ADVANTAGE in given:
                 self._diagnostics.critic(now["new_values"], given[VALUES] + given[ADVANTAGE])
 
-    def everywhere(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+    def everywhere(self, function: Callable[..., Any], *, is_brief: bool = False, **arguments: Any) -> list[Any]:
         """Call a module's function(learner=, rank=, ranks=, **arguments) on each rank, all of which do so together;
-        what they return. Arguments and results are plain values, and paths."""
+        what they return. Arguments and results are plain values, and paths. is_brief: it takes no longer than an
+        exchange of a step; else it may take as long as a checkpoint."""
         return [function(learner=self, rank=0, ranks=1, **arguments)]
 
     def unread(self) -> None:

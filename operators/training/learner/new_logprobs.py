@@ -30,7 +30,9 @@ class NewLogprobs:
         if not learner.keep_new_logprobs:
             return None
         found: dict[int, Array] = {}
-        for plain in reversed(learner.everywhere(told)):  # of ranks that share a model's matrices the first one's count
+        for plain in reversed(
+            learner.everywhere(told, is_brief=True)
+        ):  # of ranks that share a model's matrices the first one's count
             values = np.frombuffer(plain["values"], np.float32)
             ids = np.frombuffer(plain["rollouts"], np.int64).tolist()
             found |= zip(ids, np.split(values, np.frombuffer(plain["ends"], np.int64))[:-1], strict=True)

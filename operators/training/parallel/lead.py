@@ -105,12 +105,13 @@ class LedLearner(Learner):
 
         return opened
 
-    def everywhere(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+    def everywhere(self, function: Callable[..., Any], *, is_brief: bool = False, **arguments: Any) -> list[Any]:
         """As `Learner.everywhere`, on every rank at once; what each answers, rank by rank."""
         with self._exchange.together(f"{function.__name__}"):
             self._exchange.tell(CallFunction.of(function, arguments))
             own = function(learner=self, rank=0, ranks=self.ranks, **arguments)
-            others = self._exchange.answers(CallResult, self._exchange.team.limits.checkpoint_s)
+            limits = self._exchange.team.limits
+            others = self._exchange.answers(CallResult, limits.exchange_s if is_brief else limits.checkpoint_s)
             return [own, *(each.value for each in others)]
 
     def close(self) -> None:

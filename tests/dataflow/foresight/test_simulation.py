@@ -107,7 +107,9 @@ def test_strides_of_many_decode_steps_change_little() -> None:
 def test_steps_are_counted_in_whole_rounds_of_the_bound(steps: int, staleness: int) -> None:
     first = counted_from(steps, staleness)
     assert 1 <= first < steps
-    assert (steps - first) % (staleness + 1) == 0 or first == steps - 1
+    full = 2 * (staleness + 1) + steps // 10
+    assert first >= min(steps - 1, full)
+    assert (steps - first) % (staleness + 1) == 0 or steps <= full + staleness + 1
 
 
 def test_a_brief_run_tells_of_steps_that_are_unlike_in_rounds_as_a_long_one_does() -> None:

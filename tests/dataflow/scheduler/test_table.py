@@ -69,6 +69,14 @@ def test_failures_of_an_attempt_count_by_cause_after_it() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("key", ["does_not_apply", "decode_steps", "decode_16_rollouts", "decode_16_s"])
+def test_what_each_process_counts_from_0_is_added_up_over_attempts(key: str) -> None:
+    first, second = heartbeat(5, 1.0), heartbeat(1, 1.0)
+    first.nodes["node"].status[key] = 5
+    second.nodes["node"].status[key] = 2
+    assert together(together({}, first), second)["nodes"]["node"]["status"][key] == 7
+
+
 @pytest.mark.parametrize(
     ("status", "said"),
     [(-9, "died (SIGKILL)"), (3, "ended with status 3"), (0, "ended with status 0"), (None, "for an unknown reason")],

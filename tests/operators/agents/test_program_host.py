@@ -73,11 +73,15 @@ def test_a_program_that_says_too_much_is_ended(line: HostLine) -> None:
     assert all(each.is_too_much and each.status == -9 for each in ended(line, 2).values())
 
 
-def test_nothing_is_left_of_a_program_that_has_ended(line: HostLine) -> None:
+def test_nothing_is_left_of_a_program_that_has_ended(line: HostLine, tmp_path: Path) -> None:
     """What it started in other groups and sessions neither; programs that run keep theirs."""
     start(line, 0, "sh", "-c", "setsid sleep 20101 & sleep 20101 & wait")
-    start(line, 1, "sh", "-c", "sleep 20102 & (setsid sleep 20102 &) ; setsid sleep 20102 & sleep 0.2; echo over")
+    go = tmp_path / "go"
+    until = f"until [ -e {go} ]; do sleep 0.05; done"
+    start(line, 1, "sh", "-c", f"sleep 20102 & (setsid sleep 20102 &) ; setsid sleep 20102 & {until}; echo over")
+    wait_until(lambda: len(sleeping(20102)) == 3, WAIT_S)
     wait_until(lambda: len(sleeping(20101)) == 2, WAIT_S)
+    go.touch()
     assert ended(line, 1)[1].last == "over"
     assert not sleeping(20102) and len(sleeping(20101)) == 2
     line.stop(0)

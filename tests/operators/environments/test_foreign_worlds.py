@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, WorldFailed
 from operators.environments import trl_environment, trl_environments, verifiers_environment
 from operators.environments.beside import trl_rollout as beside_trl
 from operators.environments.beside import verifiers_rollout as beside_verifiers
+from operators.environments.trl_form import TrlSession, TrlTools
 from operators.episodes.chat import EpisodeOver
+from operators.tools.threads import ToolThreads
 
 
 class Counter:
@@ -64,6 +67,39 @@ class FakeChat:
     async def call(self, reply: Any) -> None:
         for name, arguments in reply.tool_calls:
             self.heard.append(await self.worlds.call(name, arguments, timeout_s=5.0, characters=100))
+
+
+def test_an_instance_in_which_a_call_is_still_at_work_is_reset_no_more() -> None:
+    release = threading.Event()
+
+    class Slow(Counter):
+        def wait(self) -> str:
+            """Waits."""
+            release.wait(60.0)
+            return "done"
+
+    async def work() -> None:
+        session = await TrlTools(Slow, 4).open()
+        first = session.world
+        assert "took more than 0.05 s" in await session.call("wait", {}, timeout_s=0.05, characters=100)
+        await session.reset({"target": 1}, 20.0)
+        assert session.world is not first and session.world.target == 1
+        second = session.world
+        await session.reset({"target": 2}, 20.0)
+        assert session.world is second
+        release.set()
+
+    asyncio.run(work())
+
+
+def test_calls_that_never_came_back_are_the_worlds_failure_and_no_result() -> None:
+    class Lost(ToolThreads):
+        async def call(self, *arguments: Any) -> Any:
+            raise WorldFailed("calls of tools never came back")
+
+    session = TrlSession(Counter(), Counter, Lost())
+    with pytest.raises(WorldFailed, match="never came back"):
+        asyncio.run(session.call("look", {}, timeout_s=1.0, characters=100))
 
 
 CHAT = json.dumps([{"role": "user", "content": "Go. "}])
@@ -159,19 +195,19 @@ def called(*turns: list[str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("turns", "rounds", "found"),
-    [([["look", "nothing"], []], 8, 0.0), ([["look"], ["look"]], 8, 0.0), ([["look"], ["look"]], 1, 0.0)],
+    ("turns", "rounds"),
+    [([["look", "nothing"], []], 8), ([["look"], ["look"]], 8), ([["look"], ["look"]], 1)],
     ids=["it calls no more", "it has no turn left", "it has no round left"],
 )
 def test_an_environment_in_a_program_is_called_until_an_end_and_then_asked_for_its_reward(
-    turns: list[list[str]], rounds: int, found: float, monkeypatch: Any
+    turns: list[list[str]], rounds: int, monkeypatch: Any
 ) -> None:
     ask = called(*turns)
     monkeypatch.setattr(beside_trl, "ask", ask)
-    row = {"prompt": json.loads(CHAT), "target": 3}
-    assert beside_trl.played(Counter(), row, rounds) == found
+    row = {"prompt": json.loads(CHAT), "target": 0}
+    assert beside_trl.played(Counter(), row, rounds) == 1.0
     results = {8: ["0", "{'error': 'Tool nothing not found.'}"] if len(turns[0]) > 1 else ["0", "0"], 1: ["0"]}[rounds]
-    assert [each for each in ask.heard[1:] if each] == results and ask.heard[0] == "Go. Count to 3."
+    assert [each for each in ask.heard[1:] if each] == results and ask.heard[0] == "Go. Count to 0."
 
 
 def episode(*rewards: float | None, ok: bool = True, errors: Any = ()) -> Any:

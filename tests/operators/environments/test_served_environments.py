@@ -142,6 +142,13 @@ class TestNemoGym:
             "message",
         ]
 
+    def test_a_turn_that_a_busy_server_did_not_take_stands_in_the_trajectory_once(self) -> None:
+        with nemo_gym() as served:
+            served.busy = 2
+            assert played(self.world(served), Spoken(["it is 3"]), {**ROW, "expected_count": 3}) == 1.0
+        verified = [body["response"]["output"] for route, body in served.bodies if route == "/verify"]
+        assert [len(output) for output in verified] == [1, 1, 1]
+
     def test_a_tool_that_is_not_there_is_the_policys_to_read(self) -> None:
         with nemo_gym() as served:
             chat = Spoken(['<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "no"])

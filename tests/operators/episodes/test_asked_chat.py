@@ -8,7 +8,7 @@ import pytest
 
 from dataflow.errors import OperatorError
 from operators.episodes.chat import AskedChat, Chats, EpisodeOver, TurnQuestion, told
-from operators.episodes.talks import TalkOrigin
+from operators.episodes.conversations import ConversationOrigin
 
 
 def chat_of(*answers: str | None, **knobs: Any) -> tuple[AskedChat, list[TurnQuestion]]:
@@ -115,11 +115,12 @@ def test_branches_and_agents_are_conversations_of_their_own() -> None:
         await chat.say()
 
     asyncio.run(play())
-    black = TalkOrigin(role="black", history='{"text": "rules"}')
+    black = ConversationOrigin(role="black", history='{"text": "rules"}')
+    origin = ConversationOrigin
     assert [(question.conversation, question.origin, question.heard) for question in asked] == [
-        (0, TalkOrigin(), ()), (1, TalkOrigin(branch_of=0, at=1), ("1", "2")), (4, TalkOrigin(branch_of=1, at=2), ()),
-        (2, TalkOrigin(branch_of=0, at=1), ("1", "2")), (6, TalkOrigin(branch_of=2, at=2), ()), (7, black, ()),
-        (0, TalkOrigin(), ("1",)),
+        (0, origin(), ()), (1, origin(branch_of=0, at=1), ("1", "2")), (4, origin(branch_of=1, at=2), ()),
+        (2, origin(branch_of=0, at=1), ("1", "2")), (6, origin(branch_of=2, at=2), ()), (7, black, ()),
+        (0, origin(), ("1",)),
     ]  # fmt: skip
     assert asked[-1].rewards == ((1.0,), (0.0,), (0.0,), (), (0.0,), (), (0.0,), (-1.0,))
 

@@ -10,9 +10,9 @@ from template_rig import CHATML, STRIPPING, mistral_template, rng_of, sampled, t
 
 from operators.chat.chat_format import ChatFormat, Message
 from operators.episodes.chat import rewriting
+from operators.episodes.conversations import FIRST, ConversationOrigin, RolloutConversations
 from operators.episodes.dialogue import TurnRequest
-from operators.episodes.talks import FIRST, TalkOrigin, Talks
-from operators.episodes.words import Beginnings, PlainWords
+from operators.episodes.turn_context import ConversationStarts, PlainContext
 
 TRL = ["llama3", "qwen2_5", "qwen3", "gemma", "deepseekv3"]
 
@@ -27,7 +27,7 @@ def form_of(name: str) -> ChatFormat:
 class Told:
     """What one conversation of the test's is to look like as messages."""
 
-    def __init__(self, origin: TalkOrigin, begin: list[Message], rest: list[Message]) -> None:
+    def __init__(self, origin: ConversationOrigin, begin: list[Message], rest: list[Message]) -> None:
         self.origin, self.begin, self.rest = origin, begin, rest
         self.rewards: list[float] = []
 
@@ -36,24 +36,30 @@ class Told:
         return [at for at, message in enumerate(self.rest) if message["role"] == "assistant"]
 
 
-def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> tuple[Talks, list[Any]]:
+def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> tuple[RolloutConversations, list[Any]]:
     """Speak at random; of each turn that was drawn its conversation, the ids that were asked with, what was drawn, and
     the messages that were to be seen."""
     first: list[Message] = [{"role": "user", "content": words(rng)}]
     prompt = np.array(form.encode(form.render(first)))
-    begin = Beginnings(PlainWords(form.tokenizer), form, past, prompt, json.dumps(first))
-    talks, told, seen = Talks(key="0", max_turns=99, max_tokens=9999, begin=begin), [Told(FIRST, first, [])], []
+    begin = ConversationStarts(PlainContext(form.tokenizer), form, past, prompt, json.dumps(first))
+    talks, told, seen = (
+        RolloutConversations(key="0", max_turns=99, max_tokens=9999, begin=begin),
+        [Told(FIRST, first, [])],
+        [],
+    )
     for _ in range(moves):
         number = rng.randrange(len(told))
         each, rewritten = told[number], None
         what = rng.choice(["say", "say", "say", "keep", "rewrite", "branch", "agent"])
         if what == "branch" and each.rewards:
-            origin = TalkOrigin(each.origin.role, number, each.origin.at + len(each.rewards), each.origin.history)
+            origin = ConversationOrigin(
+                each.origin.role, number, each.origin.at + len(each.rewards), each.origin.history
+            )
             told.append(Told(origin, each.begin, list(each.rest)))
             continue
         if what == "agent":
             begun: list[Message] = [{"role": "user", "content": words(rng)}]
-            told.append(Told(TalkOrigin("other", history=rewriting("messages", begun)), begun, []))
+            told.append(Told(ConversationOrigin("other", history=rewriting("messages", begun)), begun, []))
             continue
         if what == "keep" and len(each.standing()) > 1:
             keep = rng.randrange(1, len(each.standing()))

@@ -70,6 +70,7 @@ def compare(trainer, ranks, given=None, make=None, **heads):
         held = weights(learner)
         computed = NewLogprobs.of(learner)
         got, nbytes = sent(learner, 2)
+    assert (NewLogprobs.of(one) is not None) == (trainer.keep_new_logprobs and trainer.model.head == "lm")
     same_logprobs(NewLogprobs.of(one), computed)
     for name, whole in held[0].items():
         assert all(torch.equal(got[rank][name], rows) for rank, rows in enumerate(whole.chunk(2))), name

@@ -23,6 +23,8 @@ class Served:
     started: int = 0
     refused: int = 0
     """Who came when it was full."""
+    busy: int = 0
+    """Calls of /verify that it has yet to refuse."""
     steps: int = 0
     resets: list[dict[str, Any]] = field(default_factory=list)
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -171,6 +173,9 @@ def nemo_gym(*, capacity: int = 64) -> Iterator[Served]:
                 return JSONResponse({"success": True})
             case "/break":
                 return PlainTextResponse("no disk", status_code=500)
+            case "/verify" if served.busy:
+                served.busy -= 1
+                return PlainTextResponse("later", status_code=503)
             case "/verify":
                 for needed in (
                     "id",

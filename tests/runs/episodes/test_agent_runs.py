@@ -1,30 +1,28 @@
 """Runs of agents: programs that nobody rewrote, whose calls are turns; what goes wrong there is no reward."""
 
 import json
-import os
 import secrets
 import shutil
-import signal
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from rigs.operators import struck
+from episode_rig import (
+    STEPS,
+    episode_graph,
+    goes_on_after_a_kill,
+    goes_on_turn_by_turn,
+    nothing_is_left,
+    rollouts,
+    rows,
+)
 
-from dataflow import Devices, Graph, Model, Result, collect, inline, run, scorer
-from dataflow.errors import OperatorError
-from dataflow.folder.faults import read_faults
-from dataflow.folder.run_folder import RunFolder
-from dataflow.limits import Limits, Patience
-from operators import Endpoint, Evaluate, Generator, Prompts, Trainer, agent
-from operators.credit import advantage
-from operators.losses import aipo
+from dataflow import Graph, Model, collect, run, scorer
+from operators import Endpoint, Generator, Prompts, agent
+from operators.agents.runtime import AgentsRuntime
 from operators.models.loading import load_tokenizer
 
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra 'serve'")
@@ -35,8 +33,6 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}-"
     "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
 )
-STEPS = 4
-TURNS = 3
 COMMAND = f"python {SCRIPT}"
 SHARED = ("json", "urllib.request", "threading", "subprocess")
 """Imports of the program, which its starts share."""
@@ -57,31 +53,8 @@ def reward(talker: str, completion: str) -> float:
     return sum(letter in "abcdefghijklm" for letter in completion) / (1 + len(completion)) + 0.0 * len(talker)
 
 
-def rows(count: int = 40) -> list[dict[str, str]]:
-    return [{"prompt": f"{chr(97 + n % 26)}{n}=", "answer": str(1 + n % TURNS)} for n in range(count)]
-
-
-def graph(policy: Path, *, max_staleness: int = 1, eval_every: int = 2) -> Graph:
-    g, model = Graph("agents"), Model(str(policy))
-    generator = Generator(model, group_size=2, max_tokens=8, slots=16, segment_tokens=2)
-    trainer = Trainer(
-        model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-2, normalize="rollouts", checkpoint_every=1
-    )
-    prompts = Prompts(rows(), columns=("answer",), epochs=None)
-    held_out = Prompts(rows(6), columns=("answer",), name="held_out", group_size=1)
-    trainer(advantage(reward(talker(generator, g.source(prompts)))))
-    Evaluate(every_steps=eval_every)(reward(talker(generator, g.source(held_out))))
-    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
-    return g
-
-
-def losses(result: Result) -> list[float]:
-    return [line["loss"] for line in result.metrics if "loss" in line]
-
-
-def rollouts(result: Result) -> pa.Table:
-    files = RunFolder.open(result.folder).rollouts_of()
-    return pa.concat_tables([files.read(step) for step in range(1, result.steps + 1)])
+def graph(policy: Path, **knobs: Any) -> Graph:
+    return episode_graph(policy, talker, reward, name="agents", **knobs)
 
 
 def programs(mark: str) -> list[int]:
@@ -104,10 +77,6 @@ def no_program_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("AGENT_RUN_TEST", mark)
     yield
     assert not programs(mark), "all programs end with their run"
-
-
-def nothing_is_left(result: Result) -> None:
-    assert not list((result.folder / "finished").rglob("*.turns"))
 
 
 # What a rollout is
@@ -224,58 +193,10 @@ SLOW = pytest.mark.slow
     "victim", ["talker", pytest.param("generator", marks=SLOW), pytest.param("trainer", marks=SLOW)]
 )
 def test_a_run_of_agents_whose_worker_is_killed_goes_on_and_is_clean(victim: str, chatty: Path, tmp_path: Path) -> None:
-    g, mark = graph(chatty), tmp_path / "struck"
-
-    def blow() -> None:
-        if not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    operator = g.operators[victim]
-    object.__setattr__(operator, "build", struck(operator, blow, after=2 if victim == "trainer" else 12).build)
-    limits = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=3))
-    result = run(g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=limits)
-    assert result.verdict.clean, result.verdict.line
-    assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line
-    (fault,) = read_faults(result.folder)
-    assert fault["worker"] == f"{victim}-0"
-    assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
-    nothing_is_left(result)
+    goes_on_after_a_kill(graph(chatty), victim, tmp_path)
 
 
 def test_programs_of_a_run_that_is_cut_off_are_told_their_turns_again(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its losses are those of a run that nobody cut off, and the turns that it had are not drawn again."""
-    from operators.agents.runtime import AgentsRuntime
-
-    counts: list[tuple[int, int]] = []
-
-    def noted(self: AgentsRuntime, close: Any = AgentsRuntime.close) -> None:
-        status = self.status()
-        counts.append((int(status["turns"]), int(status["played"])))
-        close(self)
-
-    monkeypatch.setattr(AgentsRuntime, "close", noted)
-    monkeypatch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
-
-    def synchronous() -> Graph:
-        return graph(chatty, max_staleness=0, eval_every=100)
-
-    undisturbed = run(synchronous(), steps=2, on=inline(), runs=tmp_path / "whole", quiet=True)
-
-    def boom() -> None:
-        raise ValueError("boom")
-
-    failing = synchronous()
-    generator = failing.operators["generator"]
-    object.__setattr__(generator, "build", struck(generator, boom, after=14).build)
-    with pytest.raises(OperatorError, match="boom"):
-        run(failing, steps=2, on=inline(), runs=tmp_path, quiet=True)
-    assert list((tmp_path / "latest").resolve().rglob("*.turns"))
-    result = run(synchronous(), steps=2, on=inline(), resume=tmp_path / "latest", quiet=True)
-    assert result.verdict.clean and result.steps == 2, result.verdict.line
-    assert losses(result) == losses(undisturbed)
-    (whole, _), (cut, _), (rest, played) = counts
-    assert played > 0 and cut + rest == whole, counts
-    nothing_is_left(result)
+    goes_on_turn_by_turn(lambda: graph(chatty, max_staleness=0, eval_every=100), AgentsRuntime, tmp_path, monkeypatch)

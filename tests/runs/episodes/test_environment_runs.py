@@ -1,25 +1,19 @@
 """Runs that play environments: worlds that fail in every way, workers that are killed; all sessions come back."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from episode_rig import STEPS, goes_on_after_a_kill, rollouts
 from rigs.machine import wait_until
-from rigs.operators import struck
 from rigs.worlds.counted import known, opened
 from rigs.worlds.servers import Served, openenv
 
 from dataflow import Graph, Model, Result, collect, inline, run
-from dataflow.folder.faults import read_faults
-from dataflow.folder.run_folder import RunFolder
-from dataflow.limits import Limits, Patience
 from operators import Evaluate, Generator, Trainer
 from operators.credit import advantage
 from operators.environments import environment
@@ -27,8 +21,6 @@ from operators.environments.declaration import PlayedEnvironment
 from operators.losses import aipo
 
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
-
-STEPS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +47,6 @@ def graph(policy: Path, world: PlayedEnvironment, **prompts: Any) -> Graph:
     Evaluate(every_steps=2)(world(generator, g.source(held_out)))
     g.feedback(trainer.weights, generator, max_staleness=1)
     return g
-
-
-def rollouts(result: Result) -> pa.Table:
-    files = RunFolder.open(result.folder).rollouts_of()
-    return pa.concat_tables([files.read(step) for step in range(1, result.steps + 1)])
 
 
 def is_whole(result: Result) -> None:
@@ -127,11 +114,6 @@ def test_an_episode_that_the_environment_cuts_off_is_no_failure_and_says_so(poli
 
 
 @pytest.fixture
-def limits() -> Iterator[Limits]:
-    yield Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=3))
-
-
-@pytest.fixture
 def served() -> Iterator[Served]:
     pytest.importorskip("websockets", reason="websockets is not installed; pip install dataflow-rl[openenv]")
     with openenv(capacity=3) as found:
@@ -140,22 +122,10 @@ def served() -> Iterator[Served]:
 
 @pytest.mark.parametrize("victim", ["reward", "generator", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_a_run_whose_worker_is_killed_is_whole_and_the_server_has_its_sessions_back(
-    victim: str, policy: Path, tmp_path: Path, limits: Limits, served: Served
+    victim: str, policy: Path, tmp_path: Path, served: Served
 ) -> None:
     world = environment(f"openenv:{served.url}", options={"field": "message"}, sessions=3, timeout_s=10.0)
-    g, mark = graph(policy, world, intro="go "), tmp_path / "struck"
-
-    def blow() -> None:
-        if not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    operator = g.operators[victim]
-    object.__setattr__(operator, "build", struck(operator, blow, after=4 if victim == "trainer" else 12).build)
-    result = run(g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=limits)
-    is_whole(result)
-    (fault,) = read_faults(result.folder)
-    assert fault["worker"] == f"{victim}-0"
+    is_whole(goes_on_after_a_kill(graph(policy, world, intro="go "), victim, tmp_path))
     wait_until(lambda: served.open == 0, 20)
     assert 1 <= served.most <= 3
 

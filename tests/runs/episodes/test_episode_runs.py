@@ -6,34 +6,36 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from rigs.operators import struck
+from episode_rig import (
+    LIMITS,
+    STEPS,
+    TURNS,
+    episode_graph,
+    goes_on_after_a_kill,
+    goes_on_turn_by_turn,
+    losses,
+    nothing_is_left,
+    rollouts,
+    rows,
+)
 from rigs.striking import Striking
 
-from dataflow import Devices, Graph, Model, Result, collect, inline, run, scorer
-from dataflow.errors import GraphError, OperatorError
-from dataflow.folder.faults import read_faults
-from dataflow.folder.run_folder import RunFolder
-from dataflow.limits import Limits, Patience
+from dataflow import Graph, Model, collect, inline, run, scorer
+from dataflow.errors import GraphError
 from operators import Evaluate, Generator, Prompts, Trainer, episode
 from operators.credit import advantage, conversation_advantage
 from operators.episodes.declaration import Episode
+from operators.episodes.runtime import EpisodesRuntime
 from operators.losses import aipo
 
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
-
-STEPS = 4
-TURNS = 3
 
 
 @episode(max_turns=TURNS)
@@ -53,35 +55,8 @@ def reward(talk: float) -> float:
     return talk
 
 
-def rows(count: int = 40) -> list[dict[str, str]]:
-    return [{"prompt": f"{chr(97 + n % 26)}{n}=", "answer": str(1 + n % TURNS)} for n in range(count)]
-
-
-def graph(policy: Path, function: Episode = talk, *, max_staleness: int = 1, eval_every: int = 2) -> Graph:
-    g, model = Graph("episodes"), Model(str(policy))
-    generator = Generator(model, group_size=2, max_tokens=8, slots=16, segment_tokens=2)
-    trainer = Trainer(
-        model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-2, normalize="rollouts", checkpoint_every=1
-    )
-    prompts = Prompts(rows(), columns=("answer",), epochs=None)
-    held_out = Prompts(rows(6), columns=("answer",), name="held_out", group_size=1)
-    trainer(advantage(reward(function(generator, g.source(prompts)))))
-    Evaluate(every_steps=eval_every)(reward(function(generator, g.source(held_out))))
-    g.feedback(trainer.weights, generator, max_staleness=max_staleness)
-    return g
-
-
-def losses(result: Result) -> list[float]:
-    return [line["loss"] for line in result.metrics if "loss" in line]
-
-
-def rollouts(result: Result) -> pa.Table:
-    files = RunFolder.open(result.folder).rollouts_of()
-    return pa.concat_tables([files.read(step) for step in range(1, result.steps + 1)])
-
-
-def nothing_is_left(result: Result) -> None:
-    assert not list((result.folder / "finished").rglob("*.turns"))
+def graph(policy: Path, function: Episode = talk, **knobs: Any) -> Graph:
+    return episode_graph(policy, function, reward, **knobs)
 
 
 # What a rollout is
@@ -477,44 +452,20 @@ def test_an_episode_whose_world_fails_is_tried_again(policy: Path, tmp_path: Pat
 # Workers that die
 
 
-@pytest.fixture
-def limits() -> Iterator[Limits]:
-    yield Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=3))
-
-
 @pytest.mark.parametrize("victim", ["talk", "generator", pytest.param("trainer", marks=pytest.mark.slow)])
-def test_a_run_whose_worker_is_killed_goes_on_and_is_clean(
-    victim: str, policy: Path, tmp_path: Path, limits: Limits
-) -> None:
-    g, mark = graph(policy), tmp_path / "struck"
-
-    def blow() -> None:
-        if not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    operator = g.operators[victim]
-    object.__setattr__(operator, "build", struck(operator, blow, after=12).build)
-    result = run(g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=limits)
-    assert result.verdict.clean, result.verdict.line
-    assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line
-    (fault,) = read_faults(result.folder)
-    assert fault["worker"] == f"{victim}-0"
-    assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
-    nothing_is_left(result)
+def test_a_run_whose_worker_is_killed_goes_on_and_is_clean(victim: str, policy: Path, tmp_path: Path) -> None:
+    goes_on_after_a_kill(graph(policy), victim, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_whose_workers_are_killed_one_after_the_other_is_clean(
-    policy: Path, tmp_path: Path, limits: Limits
-) -> None:
+def test_a_run_whose_workers_are_killed_one_after_the_other_is_clean(policy: Path, tmp_path: Path) -> None:
     """The episode's processes are three: its worker, the server of its pool, and one in which functions run."""
     sizes, steps = {"talk": 3, "generator": 1, "trainer": 1}, 24
     victims = [("talk", 0), ("generator", 0), ("trainer", 0), ("talk", 0), ("generator", 0)]
     striking = Striking(tmp_path, sizes, victims)
     striking.start()
-    result = run(graph(policy, eval_every=8), steps=steps, runs=tmp_path, quiet=True, limits=limits)
+    result = run(graph(policy, eval_every=8), steps=steps, runs=tmp_path, quiet=True, limits=LIMITS)
     striking.join(1.0)
     assert striking.error is None and striking.struck == victims
     assert result.verdict.clean, result.verdict.line
@@ -526,39 +477,10 @@ def test_a_run_whose_workers_are_killed_one_after_the_other_is_clean(
 def test_a_run_that_is_cut_off_goes_on_turn_by_turn(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its losses are those of a run that nobody cut off, and the turns that it had are not drawn again."""
-    from operators.episodes.runtime import EpisodesRuntime
-
-    counts: list[tuple[int, int]] = []
-
-    def noted(self: EpisodesRuntime, close: Any = EpisodesRuntime.close) -> None:
-        status = self.status()
-        counts.append((int(status["turns"]), int(status["played"])))
-        close(self)
-
-    monkeypatch.setattr(EpisodesRuntime, "close", noted)
-    monkeypatch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
-
-    def synchronous() -> Graph:
-        return graph(policy, dataclasses.replace(talk, isolate=False), max_staleness=0, eval_every=100)
-
-    undisturbed = run(synchronous(), steps=2, on=inline(), runs=tmp_path / "whole", quiet=True)
-
-    def boom() -> None:
-        raise ValueError("boom")
-
-    failing = synchronous()
-    generator = failing.operators["generator"]
-    object.__setattr__(generator, "build", struck(generator, boom, after=14).build)
-    with pytest.raises(OperatorError, match="boom"):
-        run(failing, steps=2, on=inline(), runs=tmp_path, quiet=True)
-    assert list((tmp_path / "latest").resolve().rglob("*.turns"))
-    result = run(synchronous(), steps=2, on=inline(), resume=tmp_path / "latest", quiet=True)
-    assert result.verdict.clean and result.steps == 2, result.verdict.line
-    assert losses(result) == losses(undisturbed)
-    (whole, _), (cut, _), (rest, played) = counts
-    assert played > 0 and cut + rest == whole, counts
-    nothing_is_left(result)
+    function = dataclasses.replace(talk, isolate=False)
+    goes_on_turn_by_turn(
+        lambda: graph(policy, function, max_staleness=0, eval_every=100), EpisodesRuntime, tmp_path, monkeypatch
+    )
 
 
 @pytest.mark.slow

@@ -120,6 +120,7 @@ class SegmentOffers(Roster):
         out = [each for group in list(self._groups.values()) for each in self._drop(group)]
         self._writer, self.front = writer, None
         self._written.clear()
+        self._sent.clear()
         return out
 
     # Readers

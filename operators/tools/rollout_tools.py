@@ -18,7 +18,7 @@ from operators.tools.toolbox import GRACE_S, Toolbox
 from operators.tools.toolset import TookTooLong, ToolSession, Toolset
 
 
-class ToolHands:
+class RolloutTools:
     """Makes the calls of one rollout.
 
     Sessions are taken when the first of them is needed, all of them, in the order in which the tools were given: who

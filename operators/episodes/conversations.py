@@ -18,7 +18,7 @@ from operators.episodes.heard import Heard
 
 
 @dataclass(frozen=True)
-class TalkOrigin:
+class ConversationOrigin:
     """How a conversation begins."""
 
     role: str = ""
@@ -30,12 +30,12 @@ class TalkOrigin:
     """What it begins with, as `chat.rewriting` has it; None: the prompt."""
 
 
-FIRST = TalkOrigin()
+FIRST = ConversationOrigin()
 """Of the conversation with the rollout's prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTalk:
+class RecordedTurn:
     """A turn as it is written down, and which conversation it is of."""
 
     conversation: int
@@ -52,7 +52,7 @@ Begin = Callable[[str | None], tuple[AnyArray, Context]]
 
 
 @dataclass(kw_only=True)
-class Talks:
+class RolloutConversations:
     """What the policy and the world said in one rollout."""
 
     key: str
@@ -63,7 +63,7 @@ class Talks:
     begin: Begin
     talks: dict[int, Dialogue] = field(default_factory=dict)
     """By conversation."""
-    origins: dict[int, TalkOrigin] = field(default_factory=dict)
+    origins: dict[int, ConversationOrigin] = field(default_factory=dict)
     rewards: Sequence[Sequence[float]] = ()
     """Of the turns that the function has had, by conversation."""
 
@@ -78,7 +78,7 @@ class Talks:
 
     def ask(
         self, heard: Sequence[Heard], most: int | None, *, rewards: Sequence[Sequence[float]] = ((),),
-        rewritten: str | None = None, conversation: int = 0, origin: TalkOrigin = FIRST,
+        rewritten: str | None = None, conversation: int = 0, origin: ConversationOrigin = FIRST,
     ) -> TurnRequest | str | None:  # fmt: skip
         """The function asks for its next turn in a conversation; see `Dialogue.ask`."""
         self.rewards = rewards
@@ -96,7 +96,7 @@ class Talks:
 
     def answer(
         self, conversation: int, tokens: RolloutTokens, text: str, finish_reason: str, temperature: float | None = None
-    ) -> KeptTalk | None:
+    ) -> RecordedTurn | None:
         """What the policy said in the turn that was asked for in a conversation, as it is to be written down; see
         `Dialogue.answer`."""
         talk, origin = self.talks[conversation], None
@@ -106,9 +106,9 @@ class Talks:
         number = len(talk.turns) - 1
         if conversation and number == talk.inherited:
             origin = json.dumps([*astuple(self.origins[conversation]), _seen(talk)])
-        return KeptTalk(conversation, number, origin, turn)
+        return RecordedTurn(conversation, number, origin, turn)
 
-    def recall(self, kept: Iterable[KeptTalk]) -> None:
+    def recall(self, kept: Iterable[RecordedTurn]) -> None:
         """Begin with what an earlier process wrote down, in its order; a later one may have drawn a turn anew."""
         for each in kept:
             if each.origin is not None:
@@ -116,7 +116,7 @@ class Talks:
                 parent = self.talks.get(origin[1])
                 if origin[2] > (0 if parent is None else len(parent.turns)):
                     continue
-                if _seen(self._talk(each.conversation, TalkOrigin(*origin))) != seen:
+                if _seen(self._talk(each.conversation, ConversationOrigin(*origin))) != seen:
                     del self.talks[each.conversation]
             talk = self.talks.get(each.conversation)
             if talk is not None and talk.inherited <= each.number <= len(talk.turns):
@@ -171,7 +171,7 @@ class Talks:
         counts = enumerate(map(len, self.rewards))
         return [(number, self.talks[number].own[:count]) for number, count in counts if number in self.talks]
 
-    def _talk(self, number: int, origin: TalkOrigin) -> Dialogue:
+    def _talk(self, number: int, origin: ConversationOrigin) -> Dialogue:
         """The conversation of this number; a new one where that began otherwise."""
         known = self.talks.get(number)
         parent = self.talks.get(origin.branch_of)

@@ -10,10 +10,10 @@ from rigs.examples import examples
 
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.episodes.conversations import FIRST, ConversationOrigin, RecordedTurn, RolloutConversations
 from operators.episodes.dialogue import Context, SaidTurn, TurnRequest, row_ids
-from operators.episodes.talks import FIRST, KeptTalk, TalkOrigin, Talks
 
-BLACK = TalkOrigin(role="black", history="b")
+BLACK = ConversationOrigin(role="black", history="b")
 
 
 def encode(text: str) -> AnyArray:
@@ -29,8 +29,8 @@ def begin(history: str | None) -> tuple[AnyArray, Context]:
     return encode(history or "p"), context
 
 
-def talks(**limits: int) -> Talks:
-    return Talks(key="0", begin=begin, **{"max_turns": 50, "max_tokens": 1000, **limits})
+def talks(**limits: int) -> RolloutConversations:
+    return RolloutConversations(key="0", begin=begin, **{"max_turns": 50, "max_tokens": 1000, **limits})
 
 
 def drawn(*ids: int) -> RolloutTokens:
@@ -40,12 +40,12 @@ def drawn(*ids: int) -> RolloutTokens:
 class Played:
     """A function that speaks in several conversations."""
 
-    def __init__(self, made: Talks) -> None:
+    def __init__(self, made: RolloutConversations) -> None:
         self.made, self.origins, self.rewards = made, [FIRST], [[]]  # type: ignore[var-annotated]
-        self.kept: list[KeptTalk] = []
+        self.kept: list[RecordedTurn] = []
         self.drawn = 0
 
-    def begin(self, origin: TalkOrigin) -> int:
+    def begin(self, origin: ConversationOrigin) -> int:
         self.origins.append(origin)
         self.rewards.append([])
         return len(self.origins) - 1
@@ -53,7 +53,7 @@ class Played:
     def branch(self, of: int) -> int:
         here = self.origins[of]
         if self.rewards[of] or here.branch_of < 0:
-            here = TalkOrigin(here.role, of, here.at + len(self.rewards[of]), here.history)
+            here = ConversationOrigin(here.role, of, here.at + len(self.rewards[of]), here.history)
         return self.begin(here)
 
     def say(self, conversation: int, heard: str, *ids: int) -> Any:
@@ -76,7 +76,7 @@ MOVES = st.lists(
 )  # fmt: skip
 
 
-def play(made: Talks, moves: Any) -> tuple[Played, dict[tuple[int, int], tuple[list[int], list[int]]]]:
+def play(made: RolloutConversations, moves: Any) -> tuple[Played, dict[tuple[int, int], tuple[list[int], list[int]]]]:
     """What was drawn, by conversation and place: what was seen, and the ids."""
     played, seen = Played(made), {}
     for at, (what, which, heard) in enumerate(moves):
@@ -139,7 +139,7 @@ def test_several_conversations_are_told_again_and_recalled_without_a_turn_drawn_
 
 
 def test_branches_of_what_was_drawn_anew_are_drawn_anew() -> None:
-    def life(made: Talks, heard: str) -> Played:
+    def life(made: RolloutConversations, heard: str) -> Played:
         played = Played(made)
         played.say(0, heard, 1)
         played.say(played.branch(0), "x", 2)

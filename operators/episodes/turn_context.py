@@ -21,7 +21,7 @@ KEPT_TEXTS = 4096
 """Short texts whose tokens are kept: worlds repeat themselves."""
 
 
-class Words(Protocol):
+class TurnContext(Protocol):
     """Turns what was said and heard in one dialogue into tokens."""
 
     def context(
@@ -32,7 +32,7 @@ class Words(Protocol):
         heard: behind the last turn. rewritten: how the past was, before that."""
 
 
-class PlainWords:
+class PlainContext:
     """Each text encoded alone."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -42,7 +42,7 @@ class PlainWords:
     def context(
         self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[Heard], rewritten: str | None = None
     ) -> AnyArray:
-        """As `Words.context`."""
+        """As `TurnContext.context`."""
         if rewritten is None:
             return np.concatenate([row_ids(prompt, turns), *map(self.encode, _texts(heard))])
         begin, stands = prompt, list[SaidTurn]()
@@ -75,10 +75,10 @@ def _texts(heard: Sequence[Heard]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Beginnings:
+class ConversationStarts:
     """How the conversations of one rollout begin."""
 
-    plain: PlainWords
+    plain: PlainContext
     form: ChatFormat | None
     """Where prompts are messages."""
     past: Past
@@ -90,18 +90,18 @@ class Beginnings:
     """Definitions that the chat template lays out."""
 
     def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
-        """Tokens that a conversation begins with, and what lays it out; history: as `TalkOrigin` has it. Raises
+        """Tokens that a conversation begins with, and what lays it out; history: as `ConversationOrigin` has it. Raises
         ChatError."""
         how = {} if history is None else json.loads(history)
         if self.form is None or not len(self.prompt):
             return self.plain.encode(how["text"]) if how else self.prompt, self.plain.context
         if not how:
-            return self.prompt, ChatWords(self.form, json.loads(self.text), past=self.past, tools=self.tools).context
-        words = ChatWords(self.form, _messages(how), past=self.past, tools=self.tools)
+            return self.prompt, ChatContext(self.form, json.loads(self.text), past=self.past, tools=self.tools).context
+        words = ChatContext(self.form, _messages(how), past=self.past, tools=self.tools)
         return words.context(np.zeros(0, np.int32), (), ()), words.context
 
 
-class ChatWords:
+class ChatContext:
     """What was heard as a message of the user's, laid out by a chat template behind what was sampled."""
 
     def __init__(
@@ -121,7 +121,7 @@ class ChatWords:
     def context(
         self, prompt: AnyArray, turns: Sequence[SaidTurn], heard: Sequence[Heard], rewritten: str | None = None
     ) -> AnyArray:
-        """As `Words.context`."""
+        """As `TurnContext.context`."""
         self._go_to(turns)
         if self._beyond != (tuple(heard), rewritten):
             self._go_on(heard, rewritten)
