@@ -10,8 +10,9 @@ import pyarrow as pa
 import structlog
 
 from dataflow.limits import Limits
-from dataflow.records import Columns, group_slices
+from dataflow.records import Columns
 from dataflow.staleness import Bound
+from dataflow.tokens.ragged import group_slices
 from dataflow.weight_ends import Refresh, Span, WeightsIn, WeightsOut, untold
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from dataflow.errors import OperatorError
 from dataflow.folder import retention
 from dataflow.folder.finished import Finished
 from dataflow.node import Sink, Traits
-from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, OF_SOURCE, ROUND_SIZE, VERSIONS, group_slices
+from dataflow.records import ERROR, GROUP_ID, MIN_VERSION, OF_SOURCE, ROUND_SIZE, VERSIONS
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.failure import counted
 from dataflow.system.files import RunFolderError
+from dataflow.tokens.ragged import group_slices
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ DECISIONS = (
     "dataflow/scheduler/events.py", "dataflow/scheduler/reducer.py", "dataflow/scheduler/lifecycle.py",
     "dataflow/scheduler/recovery.py", "dataflow/scheduler/scaling.py", "dataflow/scheduler/failover.py",
     "dataflow/scheduler/heartbeats.py", "dataflow/worker/acknowledgements.py", "dataflow/rules/admission.py",
-    "operators/training/reorder_buffer.py", "transport/data/credit.py",
+    "dataflow/rules/reorder_buffer.py", "transport/data/credit.py",
     "transport/data/inbox.py", "transport/data/outbox.py", "transport/weights/layout/layout.py",
     "transport/weights/layout/reshard.py", "transport/weights/layout/plan.py",
     "transport/weights/protocol/roster.py", "transport/weights/protocol/membership.py",

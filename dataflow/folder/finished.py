@@ -16,8 +16,9 @@ from typing import ClassVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.records import GROUP_ID, group_slices
+from dataflow.records import GROUP_ID
 from dataflow.system.files import disk
+from dataflow.tokens.ragged import group_slices
 
 FILE_BYTES = 32 << 20
 """After so much a file is ended and another begun, so that the disk is given back."""

@@ -14,10 +14,11 @@ from dataflow.folder.rollout_files import arrow_schema, stream_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
-from dataflow.records import DROP_REASON, OF_SOURCE, VERSIONS, group_slices
+from dataflow.records import DROP_REASON, OF_SOURCE, VERSIONS
 from dataflow.runs.which import TRAINED, Part, check_trainer, fates_of, leaders_of, trainers_of
 from dataflow.system.files import RunFolderError
 from dataflow.tokens.ages import staleness_at, staleness_parts
+from dataflow.tokens.ragged import group_slices
 from dataflow.worker.kept_counts import ENDS, UNITS, known_edges
 
 OUTCOME, NODE, SOURCE, STEP, STALENESS = "outcome", "node", "source", "step", "staleness"

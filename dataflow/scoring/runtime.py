@@ -10,16 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import RecordError
-from dataflow.records import (
-    DROP_REASON,
-    ERROR,
-    GROUP_ID,
-    PROMPT_COLUMNS,
-    ROLLOUT_COLUMNS,
-    AnyArray,
-    gather,
-    note_column,
-)
+from dataflow.records import DROP_REASON, ERROR, GROUP_ID, PROMPT_COLUMNS, ROLLOUT_COLUMNS, AnyArray, note_column
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.callers import Caller, caller_of
 from dataflow.scoring.failure import WORLD, RolloutFailure, status_of
@@ -27,6 +18,7 @@ from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.signature import NOTED, Signature
 from dataflow.scoring.values import encode, error_column, unpack
+from dataflow.tokens.ragged import gather
 
 _ROOM = 2048
 _HOLD_S = 0.05

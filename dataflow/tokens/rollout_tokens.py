@@ -8,18 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from dataflow.records import (
-    LOGPROBS,
-    MASK,
-    SAMPLING_MASK,
-    TOKENS,
-    VERSIONS,
-    AnyArray,
-    flat,
-    list_lengths,
-    one_chunk,
-    per_token,
-)
+from dataflow.records import LOGPROBS, MASK, SAMPLING_MASK, TOKENS, VERSIONS, AnyArray
+from dataflow.tokens.ragged import flat, list_lengths, one_chunk, per_token
 from dataflow.tokens.sampling_mask import SamplingMask
 
 NO_VERSION = -1

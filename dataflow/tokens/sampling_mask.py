@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.errors import RecordError
-from dataflow.records import ROLLOUT_ID, SAMPLING_MASK, AnyArray, check_lengths, flat, gather, one_chunk
+from dataflow.records import ROLLOUT_ID, SAMPLING_MASK, AnyArray
+from dataflow.tokens.ragged import check_lengths, flat, gather, one_chunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)

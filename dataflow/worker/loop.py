@@ -17,8 +17,9 @@ from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
 from dataflow.folder.trace import NodeSpans
 from dataflow.group_bytes import MESSAGE_BYTES
-from dataflow.records import GROUP_ID, group_slices
+from dataflow.records import GROUP_ID
 from dataflow.runtime import Batch, Runtime
+from dataflow.tokens.ragged import group_slices
 from dataflow.worker.acknowledgements import Acknowledgements
 from dataflow.worker.answers import AnswerInlets
 from dataflow.worker.edge_ends import Acked, Inlet, Outlet

@@ -30,10 +30,9 @@ from dataflow.records import (
     TURN,
     VERSIONS,
     AnyArray,
-    flat,
-    list_lengths,
 )
 from dataflow.runtime import Context
+from dataflow.tokens.ragged import flat, list_lengths
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.worker.host import in_flight

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import OperatorError
-from dataflow.records import COMPLETION, GROUP_ID, MASK, PROMPT, TOKENS, AnyArray, list_lengths
+from dataflow.records import COMPLETION, GROUP_ID, MASK, PROMPT, TOKENS, AnyArray
+from dataflow.tokens.ragged import list_lengths
 from operators.forward_pass.knobs import RewardKnobs
 from operators.forward_pass.own_tokens import disagreement
 from operators.forward_pass.query import ModelQuery, lists

@@ -13,20 +13,10 @@ import pyarrow.compute as pc
 import torch
 
 from dataflow.errors import DeadlineError
-from dataflow.records import (
-    DROP_REASON,
-    ERROR,
-    LOGPROBS,
-    MASK,
-    TEMPERATURE,
-    VERSIONS,
-    AnyArray,
-    gather,
-    group_slices,
-    version_column,
-)
+from dataflow.records import DROP_REASON, ERROR, LOGPROBS, MASK, TEMPERATURE, VERSIONS, AnyArray, version_column
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.values import error_column
+from dataflow.tokens.ragged import gather, group_slices
 from operators.forward_pass.due import Known, is_due, is_first, needed
 from operators.forward_pass.knobs import ForwardKnobs
 from operators.forward_pass.query import ModelQuery, Reading

@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from dataflow.errors import OperatorError, Unusable
 from dataflow.records import ERROR, VERSIONS
+from dataflow.rules.reorder_buffer import QueuedGroup
 from dataflow.runtime import Context
 from dataflow.staleness import Bound, newest_versions, oldest_versions, sweep
 from operators.training.journal import TOO_FEW, Journal
 from operators.training.learner.rows import drop_reason, usable
-from operators.training.outcomes import Outcomes
-from operators.training.reorder_buffer import QueuedGroup
+from operators.training.metrics import Outcomes
 from operators.training.signal import example, silent_scores
 
 ABANDONED = "abandoned"

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow.errors import GraphError
+from dataflow.rules.reorder_buffer import QueuedGroup
 from dataflow.runtime import Context
 from operators.training.learner.new_logprobs import NewLogprobs
-from operators.training.reorder_buffer import QueuedGroup
 
 TOO_FEW = "too few for a step"
 """Why groups are dropped at the end of the rows."""

@@ -1,6 +1,7 @@
 """The line of metrics.jsonl that a step writes."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,38 +9,47 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.records import ADVANTAGE, version_column
+from dataflow.records import ADVANTAGE, DROP_REASON, ERROR, version_column
+from dataflow.scoring.failure import counted
 from dataflow.staleness import NO_TOKEN
 from operators.training.learner.learner import StepOutcome
 from operators.training.learner.rows import StepRows, mean_of
-from operators.training.outcomes import Outcomes
+from operators.training.pace import StepPace
 from operators.training.signal import no_signal
 
 
 @dataclass
-class StepPace:
-    """Seconds of each stage of the step under way, and what arrived meanwhile."""
+class Outcomes:
+    """What became of rollouts beside those that have their scores, counted: which failed, by cause, and to which a
+    scorer does not apply."""
 
-    began: float
-    """When the weights of the step before it had been offered."""
-    free: float
-    """When the trainer began to wait for rows."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By stage: wait, forward_backward, optimizer, publish, record, checkpoint."""
-    arrived_tokens: int = 0
-    """Completion tokens of the rows that came in."""
-    spent: Mapping[str, float] = field(default_factory=dict)
-    """How the node's time had been spent when it began, as `Context.spent` has it."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """By node and cause, as `judge: hung`."""
+    does_not_apply: Counter[str] = field(default_factory=Counter)
+    """By scorer."""
 
-    def by_state(self, spent: Mapping[str, float], following: "StepPace") -> dict[str, float]:
-        """Seconds of the step by state of the node: seconds_busy, seconds_waiting and so on. spent: until now, where
-        the step that follows begins."""
-        following.spent = spent
-        return {f"seconds_{name}": value - self.spent.get(name, 0.0) for name, value in spent.items()}
+    def add(self, groups: Iterable[pa.RecordBatch], scores: Iterable[str]) -> None:
+        """Count the rows of some groups. scores: the columns of scorers; what a filter dropped was not scored."""
+        for rows in groups:
+            names = rows.schema.names
+            good = np.ones(rows.num_rows, bool)
+            if ERROR in names and rows.column(ERROR).null_count < rows.num_rows:
+                good &= rows.column(ERROR).is_null().to_numpy(zero_copy_only=False)
+                self.failed.update(counted(rows.column(ERROR).to_pylist()))
+            if DROP_REASON in names and rows.column(DROP_REASON).null_count < rows.num_rows:
+                continue
+            for name in scores:
+                if name in names and rows.column(name).null_count:
+                    missing = rows.column(name).is_null().to_numpy(zero_copy_only=False)
+                    self.does_not_apply[name] += int((missing & good).sum())
 
-    def add(self, stage: str, seconds: float) -> None:
-        """Account for a slice of work."""
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+    def __add__(self, other: "Outcomes") -> "Outcomes":
+        """Those of both."""
+        return Outcomes(self.failed + other.failed, self.does_not_apply + other.does_not_apply)
+
+    def figures(self) -> dict[str, dict[str, int]]:
+        """For metrics.jsonl, the most frequent first."""
+        return {"failed": dict(self.failed.most_common()), "does_not_apply": dict((+self.does_not_apply).most_common())}
 
 
 def step_metrics(

@@ -12,6 +12,7 @@ from dataflow.errors import Unusable
 from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.records import GROUP_ID, MASK
+from dataflow.rules.reorder_buffer import QueuedGroup, ReorderBuffer
 from dataflow.rules.room import queue_prompts, row_room
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from operators.training.catch_up import CatchUp
@@ -24,10 +25,10 @@ from operators.training.knobs import TrainerKnobs
 from operators.training.learner import refreshed
 from operators.training.learner.build import check_gradients
 from operators.training.learner.learner import Learner
-from operators.training.metrics import StepPace, step_metrics
+from operators.training.metrics import step_metrics
 from operators.training.offers import Offers
+from operators.training.pace import StepPace
 from operators.training.rank_learner import learner_on_ranks
-from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 from operators.training.steps import StepMaker
 
 MOST_BAD_STEPS = 5

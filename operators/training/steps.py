@@ -18,7 +18,7 @@ from operators.training.learner.new_logprobs import NewLogprobs
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows, step_rows
 from operators.training.learner.schedule import learning_rate
-from operators.training.metrics import StepPace
+from operators.training.pace import StepPace
 
 
 class StepMaker:

@@ -7,7 +7,8 @@ import torch
 from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
 
 from dataflow.errors import RecordError
-from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, gather
+from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE
+from dataflow.tokens.ragged import gather
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.engine.sampler import draw
 from operators.engine.sampling_params import Sampling

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from dataflow.records import Columns, group_slices
+from dataflow.records import Columns
+from dataflow.tokens.ragged import group_slices
 
 
 def check_columns(batch: pa.RecordBatch, columns: Columns) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dataflow.node import Operator, Sink
-from dataflow.records import group_slices
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
+from dataflow.tokens.ragged import group_slices
 
 O = TypeVar("O", bound=Operator)  # noqa: E741
 

@@ -20,13 +20,13 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.node import Transform
 from dataflow.records import GROUP_ID, Columns
+from dataflow.rules.reorder_buffer import QueuedGroup, ReorderBuffer
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import admit
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Prompts, Trainer
 from operators.credit import advantage
 from operators.losses import aipo
-from operators.training.reorder_buffer import QueuedGroup, ReorderBuffer
 
 STEPS = 4
 

@@ -11,11 +11,11 @@ import pytest
 
 from dataflow.folder.finished import Finished
 from dataflow.rules.admission import Admission
+from dataflow.rules.reorder_buffer import ReorderBuffer
 from dataflow.runtime import Batch
 from dataflow.scheduler import recovery, state_machine
 from dataflow.worker.acknowledgements import Acknowledgements
 from operators.sources.prompt_runtime import PromptRuntime
-from operators.training.reorder_buffer import ReorderBuffer
 
 from . import trainer, weights
 from .probe import Probe

@@ -1,7 +1,8 @@
 """The data plane: record batches between workers, in order, bounded by credit, acknowledged."""
 
-from transport.data.channel import Delivery, Network
+from transport.data.channel import Network
 from transport.data.counts import EdgeCounts, EndCounts
+from transport.data.delivery import Delivery
 from transport.data.local import LocalInlet, LocalOutlet
 from transport.data.memory import keep_freed_memory
 from transport.data.receiver import Receiver

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 import pyarrow as pa
 
 from transport.data import frames
-from transport.data.channel import Delivery
 from transport.data.counts import EndCounts
 from transport.data.credit import NONE, Credit, check_fits, cost, may_send
+from transport.data.delivery import Delivery
 from transport.errors import TransportError
 
 Acked = Callable[[Iterable[int]], None]

@@ -17,9 +17,10 @@ import pyarrow as pa
 import zmq
 
 from transport.data import frames
-from transport.data.channel import Arrival, Delivery, Junk, Network
+from transport.data.channel import Arrival, Junk, Network
 from transport.data.counts import EndCounts
 from transport.data.credit import Credit
+from transport.data.delivery import Delivery
 from transport.data.inbox import Inbox, Replies
 from transport.data.messages import Data, Hello, Refusal
 from transport.data.sockets import SocketNetwork

@@ -11,7 +11,7 @@ from dataflow.foresight.simulation.clock import Clock, Event
 from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import Scenario
 from dataflow.foresight.simulation.usage import Usage
-from dataflow.rules.in_order import InOrder
+from dataflow.rules.reorder_buffer import InOrder
 from dataflow.rules.room import queue_prompts, row_room
 from dataflow.staleness import sweep
 

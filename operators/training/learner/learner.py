@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dataflow.errors import Unusable
 from dataflow.limits import Limits
-from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, TEMPERATURE, VALUES, gather
+from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, TEMPERATURE, VALUES
 from dataflow.staleness import NO_TOKEN
+from dataflow.tokens.ragged import gather
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.weight_ends import WeightsOut
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of

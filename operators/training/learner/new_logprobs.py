@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataflow.records import MASK, NEW_LOGPROBS, ROLLOUT_ID, TOKENS, flat, list_lengths
+from dataflow.records import MASK, NEW_LOGPROBS, ROLLOUT_ID, TOKENS
+from dataflow.tokens.ragged import flat, list_lengths
 from operators.training.learner.learner import Learner
 from operators.training.learner.packing import Array
 

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow import records
-from dataflow.records import AnyArray, gather, one_chunk, per_token
+from dataflow.records import AnyArray
 from dataflow.staleness import newest_versions, oldest_versions
+from dataflow.tokens.ragged import gather, one_chunk, per_token
 from dataflow.tokens.rollout_tokens import COLUMNS, RolloutTokens
 from dataflow.tokens.training_rows import cuts, unfolded
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.records import gather
 from dataflow.system.messages import Plain
+from dataflow.tokens.ragged import gather
 from operators.ranks.messages import Numbers, Tokens, codec_of
 from operators.training.learner.nonfinite import NotFinite
 from operators.training.learner.packing import Array

@@ -4,7 +4,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as some
 
-from dataflow.records import GROUP_ID, group_slices
+from dataflow.records import GROUP_ID
+from dataflow.tokens.ragged import group_slices
 
 
 @given(some.lists(some.tuples(some.integers(0, 1 << 62), some.integers(1, 9)), unique_by=lambda group: group[0]))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
 
-from dataflow.records import gather
+from dataflow.tokens.ragged import gather
 from operators.training.learner.packing import TokenTree, pack, split
 
 ROWS = st.lists(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=9)
