@@ -176,7 +176,7 @@ DATA_PLANE = (
     Law(
         "a peer that is gone is named at the deadline: who waited, for whom, on which edge",
         "test_a_receiver_that_stays_away_is_gone_at_the_deadline_and_named",
-        "transport:Sender._check_presence",
+        "transport:ReceiverSet._check_presence",
         never("_peer_timeout_s"),
         "the deadline of an absent receiver",
     ),

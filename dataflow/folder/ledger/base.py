@@ -1,12 +1,13 @@
 """The calls of a ledger, whoever answers them: the process itself, or the one that has the file open for all."""
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dataflow.folder.ledger import calls, questions, upkeep
+from dataflow.folder.ledger import questions, upkeep
+from dataflow.folder.ledger.group_ledger import GroupLedger, numbers_of
 from dataflow.folder.ledger.reads import Fate, InFlight, MadeStep, OutcomeCounts, PlannedStep
 from dataflow.folder.ledger.schema import LedgerError
 from dataflow.folder.placing import Placing
@@ -15,31 +16,10 @@ from dataflow.system.files import to_json
 T = TypeVar("T")
 
 
-class BaseLedger(ABC):
+class BaseLedger(GroupLedger):
     """What became of every prompt group; for the process that opened it alone, and there for one thread, but `flush`,
     `pack` and `wal_bytes`.
-
-    A group is (source, group_id). It goes issued -> generating -> generated -> scored, and then has one outcome
-    for each sink that consumes its source: trained at a step, evaluated at a step, or dropped for a reason.
-    For each sink, at any moment:
-
-        issued = trained + evaluated + dropped (by reason) + in flight     no group has two outcomes for one sink
-
-    Each call is one transaction. Errors of all: LedgerError.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        """Where the file is."""
-        self._owner = os.getpid()
-
-    @abstractmethod
-    def do(self, call: calls.LedgerCall[T]) -> T:
-        """Have it done, all or nothing."""
-
-    def _post(self, call: calls.Write) -> None:
-        """Have it done in its turn, before whatever is asked next; its error may come with that."""
-        self.do(call)
 
     @property
     def placing(self) -> Placing:
@@ -53,64 +33,6 @@ class BaseLedger(ABC):
     def facts(self) -> dict[str, Any]:
         """What the run says of itself, by name."""
         return self.do(questions.ReadFacts())
-
-    def issue(self, source: str, prompts: Iterable[tuple[int, str]]) -> None:
-        """Record new groups as (group_id, prompt_id), numbered on from the last; known ones stay as they are.
-
-        Errors: LedgerError when a number is skipped, or was issued for another prompt.
-        """
-        self.do(calls.Issue(source, [(int(group), str(prompt)) for group, prompt in prompts]))
-
-    def advance(self, source: str, group_ids: Iterable[int], state: str) -> None:
-        """Move groups forward to `state`; those that are there or further stay: a redelivery changes nothing.
-
-        Errors: LedgerError for groups that were never issued; where a service has the ledger, with a later call.
-        """
-        self._post(calls.Advance(source, _numbers(group_ids), state))
-
-    def reissue(self, source: str, group_ids: Iterable[int]) -> None:
-        """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown ones."""
-        self.do(calls.Reissue(source, _numbers(group_ids)))
-
-    def commit_step(
-        self,
-        node: str,
-        step: int,
-        *,
-        version: int,
-        source: str,
-        trained: Iterable[int],
-        dropped: Mapping[int, str] | None = None,
-        metrics: Mapping[str, Any] | None = None,
-        checkpoint: str | None = None,
-    ) -> None:
-        """Record an optimiser step and the outcome of every group it consumed or gave up: all or nothing.
-
-        version: of the weights after the step. Errors: LedgerError when the step is not the next one of
-        `node`, or a group has an outcome for `node` already or was never issued; then nothing is recorded.
-        """
-        self.do(
-            calls.CommitStep(
-                node, int(step), int(version), source, _numbers(trained), _reasons(dropped or {}),
-                to_json(metrics or {}), checkpoint,
-            )
-        )  # fmt: skip
-
-    def drop(self, node: str, source: str, reasons: Mapping[int, str], *, step: int | None = None) -> None:
-        """Give groups up, each for a reason; with `step` None they stay dropped through any roll back.
-
-        step: that they would have been trained at; it may be the next one, which is not committed yet.
-        Errors: LedgerError when a group has an outcome for `node` already or was never issued.
-        """
-        self.do(calls.Drop(node, source, _reasons(reasons), step))
-
-    def evaluated(self, node: str, source: str, group_ids: Iterable[int], step: int) -> None:
-        """Record that an evaluation read these groups under the weights of `step`. Errors: as drop()."""
-        self.commit_round(node, step, {source: group_ids})
-
-    def commit_round(self, node: str, step: int, groups: Mapping[str, Iterable[int]]) -> None:
-        """Record a round: the groups that it read of each source, under the weights of `step`. Errors: as drop()."""
-        self.do(calls.CommitRound(node, int(step), {source: _numbers(ids) for source, ids in groups.items()}))
 
     def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
         """Note where the checkpoint of a committed step stands. Errors: LedgerError without such a step."""
@@ -176,7 +98,7 @@ class BaseLedger(ABC):
 
         among: look at these alone, which takes no longer in a long run; None: at all that were ever issued.
         """
-        return self.do(questions.ListInFlight(source, node, None if among is None else _numbers(among)))
+        return self.do(questions.ListInFlight(source, node, None if among is None else numbers_of(among)))
 
     def counts(self, node: str) -> OutcomeCounts:
         """What became of the groups of the sources that `node` consumes, counted from the rows."""
@@ -221,11 +143,3 @@ class BaseLedger(ABC):
                 f"ledger '{self.path}' was opened by process {self._owner} and is used by {os.getpid()}; "
                 f"open it anew in each process"
             )
-
-
-def _numbers(groups: Iterable[int]) -> list[int]:
-    return [int(group) for group in groups]
-
-
-def _reasons(reasons: Mapping[int, str]) -> dict[int, str]:
-    return {int(group): str(reason) for group, reason in reasons.items()}
