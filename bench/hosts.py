@@ -34,7 +34,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.report import Figure, Report
-from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from graphs.sorting import build
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from bench.chaos.nemesis import Blow
 from bench.report import Figure
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.faults import FILE as FAULTS
-from dataflow.folder.rollout_files import read_arrow
 from dataflow.records import GROUP_ID, POSITION
 
 DRAWN = "drawn.jsonl"

@@ -1,13 +1,14 @@
 """The rollouts that a trainer was given and an evaluation read, an Arrow file for each step."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 import pyarrow as pa
 
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.placing import Placing
 from dataflow.system.files import RunFolderError, disk, flush_to_disk, write_atomically
 
@@ -87,56 +88,6 @@ def write_arrow(path: Path, rows: Rows) -> None:
     with disk("writing", path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: _put_table(file, table), flush=False)
-
-
-def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
-    """The rows of an Arrow IPC file, checked before they are touched. without: columns that are passed over, unread.
-    Errors: RunFolderError."""
-    try:
-        with disk("reading", path):
-            source = pa.OSFile(str(path)) if without else path.read_bytes()
-        reader = pa.ipc.open_file(source)
-        if without:
-            kept = [at for at, name in enumerate(reader.schema.names) if name not in without]
-            reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=kept))
-        table = reader.read_all()
-        table.validate(full=True)
-        return table
-    except pa.ArrowException as error:
-        raise _damaged(path, error) from error
-
-
-def stream_arrow(path: Path, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows of an Arrow IPC file batch by batch, each checked, so that a large file needs little memory. columns:
-    of which it has some; None: all. Errors: RunFolderError."""
-    try:
-        with disk("reading", path), pa.OSFile(str(path)) as file:
-            reader = pa.ipc.open_file(file)
-            if columns is not None:
-                wanted = [at for at, name in enumerate(reader.schema.names) if name in columns]
-                reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=wanted))
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                batch.validate(full=True)
-                yield batch
-    except pa.ArrowException as error:
-        raise _damaged(path, error) from error
-
-
-def arrow_schema(path: Path) -> pa.Schema:
-    """The columns of an Arrow IPC file. Errors: RunFolderError."""
-    try:
-        with disk("reading", path), pa.OSFile(str(path)) as file:
-            return pa.ipc.open_file(file).schema
-    except pa.ArrowException as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> RunFolderError:
-    return RunFolderError(
-        f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: "
-        f"take it from a backup, or resume from a checkpoint before it"
-    )
 
 
 def _table(path: Path, rows: pa.RecordBatch | Iterable[pa.RecordBatch]) -> pa.Table:

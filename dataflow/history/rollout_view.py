@@ -16,9 +16,9 @@ from rich.text import Text
 
 from dataflow import records
 from dataflow.errors import RunError
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.ledger import Fate, Ledger
 from dataflow.folder.retention import KNOB, not_kept
-from dataflow.folder.rollout_files import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.system.files import to_json

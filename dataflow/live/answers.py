@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 import pyarrow as pa
 
 from dataflow.draw import theme
-from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.rollout_view import vocabulary_of

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from dataflow import records
 from dataflow.errors import RunError
-from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.which import counted_files
 from dataflow.tokens.ages import staleness_at

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dataflow.folder.arrow_reading import arrow_schema, stream_arrow
 from dataflow.folder.faults import read_faults
 from dataflow.folder.finished import File
-from dataflow.folder.rollout_files import arrow_schema, stream_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES

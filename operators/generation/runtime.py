@@ -76,7 +76,7 @@ class GeneratorRuntime(Runtime):
 
     def room(self) -> int:
         """Prompts it would take now; above 0 while any source that may arrive has no prompt waiting, turns aside."""
-        sources = {*self._context.columns, *no_turns(self._admission.sources)}
+        sources = {*self._context.columns, *no_turns([*self._admission.sources])}
         waiting = (len(self._admission.sources.get(source, ())) for source in sources)
         return prompt_room(self._declaration.slots, waiting)
 

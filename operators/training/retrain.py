@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.history.replay import ReplayScript
+from dataflow.records import NEW_LOGPROBS
 from dataflow.runtime import Context
 from operators import losses
 from operators.models.loading import load_tokenizer
 from operators.training.checkpoints import checkpoint
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
-from operators.training.learner.new_logprobs import other_logprobs
+from operators.training.learner.new_logprobs import NewLogprobs
 from operators.training.steps import StepMaker
 
 
@@ -109,3 +110,24 @@ def _module(place: str) -> Any:
     except Exception as error:
         raise GraphError(f"'{place}' cannot be imported: {type(error).__name__}: {error}; mend it") from error
     return module
+
+
+def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatch]) -> int | None:
+    """How many tokens of rows have another log-probability than their column `new_logprobs` says; None
+    where there is no such column, or nothing was computed."""
+    found: int | None = None
+    for rows in records:
+        if computed is None or NEW_LOGPROBS not in rows.schema.names:
+            continue
+        bare = rows.select([name for name in rows.schema.names if name != NEW_LOGPROBS])
+        now, was = computed.beside([bare])[0].column(NEW_LOGPROBS), rows.column(NEW_LOGPROBS)
+        found = (found or 0) + sum(
+            _differing(*pair) for pair in zip(now.to_pylist(), was.to_pylist(), strict=True) if pair[0] != pair[1]
+        )
+    return found
+
+
+def _differing(now: list[float | None] | None, was: list[float | None] | None) -> int:
+    if now is None or was is None or len(now) != len(was):
+        return max(len(now or ()), len(was or ()))
+    return sum(one != other for one, other in zip(now, was, strict=True))

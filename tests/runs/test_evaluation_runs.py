@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dataflow import Graph, Model, inline, run, scorer
-from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.rollout_view import find_rollout
 from dataflow.live.one_rollout import one

@@ -13,7 +13,7 @@ from rigs.graphs import fake_graph
 from rigs.operators import Around, struck
 
 from dataflow import Graph, Model, Result, inline, run
-from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.group_bytes import LEAST_MESSAGE_BYTES
 from dataflow.limits import Patience
 from dataflow.node import Operator

@@ -1,6 +1,6 @@
 """What can be done to a ledger, a class each: done here in a transaction, or sent to the process that has it open.
 
-Here what a group goes through, from its issue to its outcome, and the reasons that are given when a law would break.
+Here what a group goes through, from its issue to its outcome.
 """
 
 import sqlite3
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
+from dataflow.folder.ledger.refusals import check_same_prompt, conflict, some
 from dataflow.folder.ledger.schema import STATES, LedgerError
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class Issue(Write):
         new: list[tuple[str, int, str]] = []
         for group, prompt in self.prompts:
             if group < following:
-                _check_same_prompt(db, self.source, group, prompt)
+                check_same_prompt(db, self.source, group, prompt)
             elif group == following + len(new):
                 new.append((self.source, group, prompt))
             else:
@@ -196,12 +197,6 @@ def register(db: sqlite3.Connection, node: str, source: str) -> None:
     db.execute("INSERT OR IGNORE INTO consumers VALUES (?, ?)", (node, source))
 
 
-def some(groups: Iterable[Any]) -> str:
-    """The first few of a list, for a message."""
-    listed = sorted(groups)
-    return f"{listed[:5]}{f' and {len(listed) - 5} more' if len(listed) > 5 else ''}"
-
-
 def _ended(node: str, source: str, outcome: str, group_ids: Iterable[int], step: int) -> list[Outcome]:
     """Rows of groups that were trained or evaluated at a step."""
     return [(source, int(group), node, outcome, step, None) for group in group_ids]
@@ -219,7 +214,7 @@ def _end(db: sqlite3.Connection, node: str, source: str, outcomes: list[Outcome]
         db.executemany(_OUTCOME, outcomes)
     except sqlite3.IntegrityError as error:
         db.execute("ROLLBACK")
-        raise LedgerError(_conflict(db, node, source, [row[1] for row in outcomes], error)) from error
+        raise LedgerError(conflict(db, node, source, [row[1] for row in outcomes], error)) from error
     db.executemany(_ADVANCE["scored"], [row[:2] for row in outcomes])
 
 
@@ -232,36 +227,3 @@ def _update(db: sqlite3.Connection, statement: str, source: str, group_ids: Iter
         raise LedgerError(
             f"groups {some(unknown)} of '{source}' were never issued (the next one is {following}); issue() them first"
         )
-
-
-def _check_same_prompt(db: sqlite3.Connection, source: str, group: int, prompt: str) -> None:
-    key = (source, int(group))
-    found = db.execute("SELECT prompt_id FROM groups WHERE source = ? AND group_id = ?", key).fetchone()
-    if found is None or found[0] != str(prompt):
-        raise LedgerError(
-            f"group {group} of '{source}' was issued for prompt {found and found[0]!r}, "
-            f"and now for {prompt!r}; give every group a number of its own, from next_group_id() on"
-        )
-
-
-def _conflict(db: sqlite3.Connection, node: str, source: str, groups: list[int], error: sqlite3.IntegrityError) -> str:
-    """Why outcomes were refused."""
-    if double := {group for group in groups if groups.count(group) > 1}:
-        return f"'{node}' gave groups {some(double)} of '{source}' two outcomes in one call; give each one"
-    for group in groups:
-        key = (source, group)
-        if not db.execute("SELECT 1 FROM groups WHERE source = ? AND group_id = ?", key).fetchone():
-            return f"'{node}' ended group {group} of '{source}', which was never issued; issue() it first"
-        found = db.execute(
-            "SELECT outcome, step, reason FROM outcomes WHERE source = ? AND group_id = ? AND node = ?",
-            (*key, node),
-        ).fetchone()
-        if found:
-            outcome, step, reason = found
-            at = f" at step {step}" if step is not None else ""
-            because = f" ({reason})" if reason else ""
-            return (
-                f"'{node}' would end group {group} of '{source}' twice: it was {outcome}{at}{because}; "
-                f"leave out groups that have an outcome"
-            )
-    return f"'{node}' gave outcomes of '{source}' that break a rule: {error}; look at the groups given"

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow import records
-from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.history.verify.facts import Findings
 from dataflow.records import AnyArray
 from dataflow.staleness import newest_versions, oldest_versions

@@ -10,8 +10,8 @@ import numpy as np
 
 from dataflow.folder.knob_changes import bound_at
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.calls import some
 from dataflow.folder.ledger.places import HOME, holders
+from dataflow.folder.ledger.refusals import some
 from dataflow.folder.retention import gone
 from dataflow.history.verify.digest import RolloutFile, digests
 from dataflow.history.verify.facts import Findings, SinkRows, VerifyFacts

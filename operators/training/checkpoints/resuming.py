@@ -10,7 +10,7 @@ from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.folder.ledger import MadeStep
-from dataflow.folder.ledger.calls import some
+from dataflow.folder.ledger.refusals import some
 from dataflow.folder.retention import KNOB, gone
 from dataflow.model import Model
 from dataflow.runtime import Context

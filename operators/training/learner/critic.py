@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.models.errors import ModelError
-from operators.training.learner.packed_attention import ATTENTION, computing, on_device, packed_inputs
+from operators.training.learner.packed_attention import ATTENTION
+from operators.training.learner.packed_inputs import computing, on_device, packed_inputs
 from operators.training.learner.packed_probe import probe, switch_to_packed
 from operators.training.learner.packing import Array, TokenTree
 

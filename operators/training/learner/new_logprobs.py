@@ -5,7 +5,7 @@ Axis suffixes as in `operators.training.learner.packing`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,24 +72,3 @@ def told(*, learner: Learner, rank: int, ranks: int) -> dict[str, Any]:
         "ends": np.cumsum(lengths_R[is_computed_R]).astype(np.int64).tobytes(),
         "values": values_S[np.repeat(is_computed_R, lengths_R)].tobytes(),
     }
-
-
-def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatch]) -> int | None:
-    """How many tokens of rows have another log-probability than their column `new_logprobs` says; None
-    where there is no such column, or nothing was computed."""
-    found: int | None = None
-    for rows in records:
-        if computed is None or NEW_LOGPROBS not in rows.schema.names:
-            continue
-        bare = rows.select([name for name in rows.schema.names if name != NEW_LOGPROBS])
-        now, was = computed.beside([bare])[0].column(NEW_LOGPROBS), rows.column(NEW_LOGPROBS)
-        found = (found or 0) + sum(
-            _differing(*pair) for pair in zip(now.to_pylist(), was.to_pylist(), strict=True) if pair[0] != pair[1]
-        )
-    return found
-
-
-def _differing(now: list[float | None] | None, was: list[float | None] | None) -> int:
-    if now is None or was is None or len(now) != len(was):
-        return max(len(now or ()), len(was or ()))
-    return sum(one != other for one, other in zip(now, was, strict=True))

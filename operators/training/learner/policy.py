@@ -14,7 +14,7 @@ from dataflow.tokens.sampling_mask import SamplingMask
 from operators.training.learner.head import Shape, logprobs_of_hidden
 from operators.training.learner.head_module import HeadModule
 from operators.training.learner.logprobs import Wanted, logprobs_of_logits
-from operators.training.learner.packed_attention import computing, on_device, packed_inputs
+from operators.training.learner.packed_inputs import computing, on_device, packed_inputs
 from operators.training.learner.packed_probe import PROBE_TOLERANCE, probe, switch_to_packed
 from operators.training.learner.packing import Array, TokenTree
 

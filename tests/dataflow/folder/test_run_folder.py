@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataflow.folder.rollout_files import read_arrow
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import RunFolderError, append_line, to_json, write_atomically
 

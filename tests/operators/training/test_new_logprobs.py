@@ -8,7 +8,8 @@ import pytest
 from trainer_rig import group, reference_logprobs, rig, rows_of, tiny_learner, tiny_llama, tiny_trainer
 
 from operators.training.learner.learner import Learner
-from operators.training.learner.new_logprobs import NewLogprobs, other_logprobs
+from operators.training.learner.new_logprobs import NewLogprobs
+from operators.training.retrain import other_logprobs
 
 
 def trained(learner: Learner, *groups: pa.RecordBatch) -> NewLogprobs:

@@ -14,7 +14,8 @@ from rich.console import Console
 from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Devices, Graph, GraphError, Result, RunError, cli, inline, run
-from dataflow.folder.rollout_files import read_arrow, write_arrow
+from dataflow.folder.arrow_reading import read_arrow
+from dataflow.folder.rollout_files import write_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.replay import Compared, Wishes, replay, report_replay, starting_point
 from dataflow.history.rollout_view import find_rollout, show_rollout, vocabulary_of

@@ -10,10 +10,11 @@ from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Graph, GraphError, RunError, cli, inline, run, verify
 from dataflow.errors import DataflowError
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.retention import FACT, gone, removable
-from dataflow.folder.rollout_files import COMPRESSED_BYTES, read_arrow, write_arrow
+from dataflow.folder.rollout_files import COMPRESSED_BYTES, write_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.replay import Wishes, replay
 from dataflow.history.summary import summarize
