@@ -57,3 +57,17 @@ def group_slices(records: pa.RecordBatch) -> list[tuple[int, int, int]]:
     ids = records.column(GROUP_ID).to_numpy()
     bounds = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
     return [(int(ids[start]), start, end - start) for start, end in itertools.pairwise(bounds) if end > start]
+
+
+def whole_groups(records: pa.RecordBatch, most_rows: int, most_bytes: int) -> list[pa.RecordBatch]:
+    """Slices of at most so many rows and bytes, cut between groups; a group that is larger by itself stays whole."""
+    if records.num_rows <= most_rows and records.nbytes <= most_bytes:
+        return [records]
+    parts, start, last = [], 0, 0
+    for _, first, count in group_slices(records):
+        end = first + count
+        if last > start and (end - start > most_rows or records.slice(start, end - start).nbytes > most_bytes):
+            parts.append(records.slice(start, last - start))
+            start = last
+        last = end
+    return [*parts, records.slice(start)]

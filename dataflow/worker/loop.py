@@ -19,7 +19,7 @@ from dataflow.folder.trace import NodeSpans
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.records import GROUP_ID
 from dataflow.runtime import Batch, Runtime
-from dataflow.tokens.ragged import group_slices
+from dataflow.tokens.ragged import group_slices, whole_groups
 from dataflow.worker.acknowledgements import Acknowledgements
 from dataflow.worker.answers import AnswerInlets
 from dataflow.worker.edge_ends import Acked, Inlet, Outlet
@@ -28,20 +28,6 @@ from dataflow.worker.turns import Turns
 
 _MOST_ROWS = 1024
 """Of a batch on the wire, where the edge does not say."""
-
-
-def whole_groups(records: pa.RecordBatch, most_rows: int, most_bytes: int) -> list[pa.RecordBatch]:
-    """Slices of at most so many rows and bytes, cut between groups; a group that is larger by itself stays whole."""
-    if records.num_rows <= most_rows and records.nbytes <= most_bytes:
-        return [records]
-    parts, start, last = [], 0, 0
-    for _, first, count in group_slices(records):
-        end = first + count
-        if last > start and (end - start > most_rows or records.slice(start, end - start).nbytes > most_bytes):
-            parts.append(records.slice(start, last - start))
-            start = last
-        last = end
-    return [*parts, records.slice(start)]
 
 
 class NodeLoop:

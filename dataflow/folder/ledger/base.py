@@ -34,6 +34,10 @@ class BaseLedger(GroupLedger):
         """What the run says of itself, by name."""
         return self.do(questions.ReadFacts())
 
+    def reissue(self, source: str, group_ids: Iterable[int]) -> None:
+        """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown ones."""
+        self.do(upkeep.Reissue(source, numbers_of(group_ids)))
+
     def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
         """Note where the checkpoint of a committed step stands. Errors: LedgerError without such a step."""
         self.do(upkeep.RecordCheckpoint(node, int(step), checkpoint))

@@ -23,7 +23,6 @@ _ADVANCE = {
     if rank > 0
 }
 """How groups move forward to a state; those that are there or further are left alone."""
-_REISSUE = "UPDATE groups SET state = 'issued', issues = issues + 1 WHERE source = ? AND group_id = ?"
 _OUTCOME = "INSERT INTO outcomes (source, group_id, node, outcome, step, reason) VALUES (?, ?, ?, ?, ?, ?)"
 _STEP = "INSERT INTO steps (node, step, version, source, metrics, checkpoint, at) VALUES (?, ?, ?, ?, ?, ?, ?)"
 
@@ -102,21 +101,7 @@ class Advance(Write):
             raise LedgerError(
                 f"groups cannot advance to '{self.state}'; use one of {list(_ADVANCE)}, reissue() or an outcome"
             )
-        _update(db, _ADVANCE[self.state], self.source, self.group_ids)
-
-
-@dataclass(frozen=True)
-class Reissue(Write):
-    """As `BaseLedger.reissue`."""
-
-    source: str
-    group_ids: Sequence[int]
-
-    doing = "issue groups again"
-
-    def run(self, db: sqlite3.Connection, now: float) -> None:
-        """Do it, and count it."""
-        _update(db, _REISSUE, self.source, self.group_ids)
+        update_groups(db, _ADVANCE[self.state], self.source, self.group_ids)
 
 
 @dataclass(frozen=True)
@@ -218,7 +203,8 @@ def _end(db: sqlite3.Connection, node: str, source: str, outcomes: list[Outcome]
     db.executemany(_ADVANCE["scored"], [row[:2] for row in outcomes])
 
 
-def _update(db: sqlite3.Connection, statement: str, source: str, group_ids: Iterable[int]) -> None:
+def update_groups(db: sqlite3.Connection, statement: str, source: str, group_ids: Iterable[int]) -> None:
+    """Change groups by a statement, which names source and group. LedgerError where one was never issued."""
     ids = [int(group) for group in group_ids]
     if db.executemany(statement, [(source, group) for group in ids]).rowcount == len(ids):
         return

@@ -51,10 +51,6 @@ class GroupLedger(ABC):
         """
         self._post(calls.Advance(source, numbers_of(group_ids), state))
 
-    def reissue(self, source: str, group_ids: Iterable[int]) -> None:
-        """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown ones."""
-        self.do(calls.Reissue(source, numbers_of(group_ids)))
-
     def commit_step(
         self,
         node: str,

@@ -1,14 +1,25 @@
-"""What else can be done to a ledger: what the run says of itself, checkpoints, steps taken back, where files lie."""
+"""What else can be done to a ledger: what the run says of itself, groups issued again, checkpoints, steps taken back,
+where files lie."""
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from dataflow.folder.ledger import places
-from dataflow.folder.ledger.calls import Advance, CommitRound, CommitStep, Drop, Issue, Reissue, Write, last_step
+from dataflow.folder.ledger.calls import (
+    Advance,
+    CommitRound,
+    CommitStep,
+    Drop,
+    Issue,
+    Write,
+    last_step,
+    update_groups,
+)
 from dataflow.folder.ledger.schema import LedgerError
 
+_REISSUE = "UPDATE groups SET state = 'issued', issues = issues + 1 WHERE source = ? AND group_id = ?"
 _STEP_KEYS = "node, step, version, source, metrics, checkpoint, at"
 _OUTCOME_KEYS = "source, group_id, node, outcome, step, reason"
 
@@ -24,6 +35,20 @@ class SetFacts(Write):
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""
         db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", self.facts.items())
+
+
+@dataclass(frozen=True)
+class Reissue(Write):
+    """As `BaseLedger.reissue`."""
+
+    source: str
+    group_ids: Sequence[int]
+
+    doing = "issue groups again"
+
+    def run(self, db: sqlite3.Connection, now: float) -> None:
+        """Do it, and count it."""
+        update_groups(db, _REISSUE, self.source, self.group_ids)
 
 
 @dataclass(frozen=True)

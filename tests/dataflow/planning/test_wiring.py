@@ -10,7 +10,7 @@ import pytest
 from dataflow import Graph, Model, inline, run
 from dataflow.planning.wiring import edges
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.worker.loop import whole_groups
+from dataflow.tokens.ragged import whole_groups
 
 
 @pytest.mark.parametrize(("prompts_per_step", "group_size", "max_staleness"), [(8, 4, 0), (512, 16, 4), (64, 64, 8)])
