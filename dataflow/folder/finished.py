@@ -8,7 +8,9 @@ when it is read.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -16,6 +18,7 @@ from typing import ClassVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dataflow.folder.partial_rollouts import LINE, SCHEMA, PartialRow, arrow_rows, joined, row_at
 from dataflow.records import GROUP_ID
 from dataflow.system.files import disk
 from dataflow.tokens.ragged import group_slices
@@ -170,6 +173,31 @@ class Finished(GroupFiles):
     def append(self, rows: pa.RecordBatch) -> None:
         """Write whole groups down, before they are sent on. Raises RunFolderError when the disk refuses."""
         self._write(rows, pc.unique(rows.column(GROUP_ID)).to_pylist())
+
+
+class PartialRolloutFiles(GroupFiles):
+    """The unfinished rollouts of one source of one generator, beside the finished ones."""
+
+    kind, schema, once = "parts", SCHEMA, False
+    _line: pa.Schema | None = None
+    """With the name of the line that this process writes."""
+
+    def find(self, group: int) -> list[PartialRow]:
+        """What each earlier process kept of each of the group's rollouts, whole from its first token: the longest
+        first."""
+        lines: dict[tuple[bytes, int], list[PartialRow]] = defaultdict(list)
+        for rows in self._earlier(group):
+            for at in range(rows.num_rows):
+                row = row_at(rows, at)
+                lines[rows.schema.metadata[LINE.encode()], row.position].append(row)
+        whole = [line for of_line in lines.values() if (line := joined(of_line)) is not None]
+        return sorted(whole, key=lambda row: (-row.rollout.end, row.rollout.finish_reason is None))
+
+    def append(self, rows: Sequence[PartialRow]) -> None:
+        """Write rows down. Raises RunFolderError when the disk refuses."""
+        if self._line is None:
+            self._line = SCHEMA.with_metadata({LINE: uuid.uuid4().hex})
+        self._write(arrow_rows(rows, self._line), dict.fromkeys(row.group for row in rows))
 
 
 def _place(path: Path) -> tuple[str, int]:

@@ -1,13 +1,10 @@
-"""What unfinished rollouts have drawn, in Arrow files of the run folder: a crash costs a long rollout its last tokens.
+"""What unfinished rollouts have drawn, as rows of Arrow: a crash costs a long rollout its last tokens.
 
-A generator's process appends what rollouts have grown by now and then, and lets go of a group when it has an outcome:
-files <node>/<replica>-<attempt>-<number>.<source>.parts (dataflow.folder.finished) beside the finished ones. The rows
-that one process wrote of a rollout are a line; lines are never joined with one another, as other weights may have
-drawn them.
+A generator's process appends what rollouts have grown by now and then (`finished.PartialRolloutFiles`). The rows that
+one process wrote of a rollout are a line; lines are never joined with one another, as other weights may have drawn
+them.
 """
 
-import uuid
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataflow.folder.finished import GroupFiles
 from dataflow.records import (
     COMPLETION,
     FINISH_REASON,
@@ -77,31 +73,6 @@ class PartialRow:
     rollout: PartialRollout
 
 
-class PartialRolloutFiles(GroupFiles):
-    """The unfinished rollouts of one source of one generator."""
-
-    kind, schema, once = "parts", SCHEMA, False
-    _line: pa.Schema | None = None
-    """With the name of the line that this process writes."""
-
-    def find(self, group: int) -> list[PartialRow]:
-        """What each earlier process kept of each of the group's rollouts, whole from its first token: the longest
-        first."""
-        lines: dict[tuple[bytes, int], list[PartialRow]] = defaultdict(list)
-        for rows in self._earlier(group):
-            for at in range(rows.num_rows):
-                row = _row(rows, at)
-                lines[rows.schema.metadata[LINE.encode()], row.position].append(row)
-        whole = [line for of_line in lines.values() if (line := joined(of_line)) is not None]
-        return sorted(whole, key=lambda row: (-row.rollout.end, row.rollout.finish_reason is None))
-
-    def append(self, rows: Sequence[PartialRow]) -> None:
-        """Write rows down. Raises RunFolderError when the disk refuses."""
-        if self._line is None:
-            self._line = SCHEMA.with_metadata({LINE: uuid.uuid4().hex})
-        self._write(_batch(rows, self._line), dict.fromkeys(row.group for row in rows))
-
-
 def joined(rows: Iterable[PartialRow]) -> PartialRow | None:
     """What the rows of one line of a rollout come to, in the order in which they were written; None without a first.
 
@@ -120,7 +91,8 @@ def joined(rows: Iterable[PartialRow]) -> PartialRow | None:
     return replace(last, rollout=replace(last.rollout, begin=0, tokens=tokens))
 
 
-def _batch(rows: Sequence[PartialRow], schema: pa.Schema) -> pa.RecordBatch:
+def arrow_rows(rows: Sequence[PartialRow], schema: pa.Schema) -> pa.RecordBatch:
+    """The rows of a file. schema: `SCHEMA`, with the name of their line."""
     rollouts = [row.rollout for row in rows]
     offsets = np.concatenate([[0], np.cumsum([len(rollout.tokens) for rollout in rollouts])])
     tokens = RolloutTokens.joined([rollout.tokens for rollout in rollouts])
@@ -138,7 +110,9 @@ def _batch(rows: Sequence[PartialRow], schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
-def _row(batch: pa.RecordBatch, at: int) -> PartialRow:
+def row_at(batch: pa.RecordBatch, at: int) -> PartialRow:
+    """One of them."""
+
     def of(name: str) -> Any:
         return batch.column(name)[at]
 

@@ -22,11 +22,8 @@ from dataflow.records import (
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
     SAMPLING_MASK,
-    SAMPLING_MASK_TYPE,
     TEMPERATURE,
-    TURN_ANSWER,
     AnyArray,
-    schema,
 )
 from dataflow.runtime import Batch
 from dataflow.tokens.rollout_tokens import RolloutTokens
@@ -34,28 +31,12 @@ from operators.engine.finish_reasons import BROKEN, STOPPED
 from operators.engine.results import EndedRollout
 from operators.engine.sampling_params import Sampling
 from operators.generation.sampled_with import SampledWith
+from operators.generation.turns import Turn
 
 REASONS = ("stop", "length", "error")
 """Finish reasons by the engine's codes."""
 
 NOT_FINITE = "the model's logits are not finite; found NaN or infinity after {} tokens; look at weights and loss"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One turn of a rollout that an episode makes: a group of one, admitted as the group of the rollout."""
-
-    number: int
-    """By which the batch that it came with knows it."""
-    queue: str
-    """In which it waits to be admitted, in the order of its rollout's group."""
-    seed: int
-    limit: int
-    """Most tokens of the conversation and the turn."""
-    temperature: float | None
-    """At which it is sampled; None: as the generator samples when it starts."""
-    stop: tuple[str, ...] = ()
-    """Strings at which it ends; none: the generator's own."""
 
 
 @dataclass(slots=True)
@@ -219,11 +200,11 @@ def rollouts(
     made = tokens.columns(offsets, sampling_mask=masks) | {
         ROLLOUT_ID: pa.array(np.repeat(group_ids * sizes, sizes) + position),
         POSITION: pa.array(position),
-        COMPLETION: pa.array(_texts(rows, tokenizer, ends), pa.string()),
+        COMPLETION: pa.array(texts_of(rows, tokenizer, ends), pa.string()),
         FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
-        ERROR: pa.array([_error(row) for row in rows], pa.string()),
+        ERROR: pa.array([error_of(row) for row in rows], pa.string()),
         TEMPERATURE: pa.array(
-            np.repeat([_temperature(group) for group in groups], sizes), pa.float64(), from_pandas=True
+            np.repeat([temperature_of(group) for group in groups], sizes), pa.float64(), from_pandas=True
         ),
     }
     batch = _prompt_rows(groups, sizes)
@@ -232,12 +213,13 @@ def rollouts(
     return batch
 
 
-def _temperature(group: PromptGroup) -> float:
+def temperature_of(group: PromptGroup) -> float:
     """NaN: nothing was sampled."""
     return np.nan if group.sampled is None else group.sampling.temperature
 
 
-def _error(row: EndedRollout) -> str | None:
+def error_of(row: EndedRollout) -> str | None:
+    """What a rollout failed by; None for one that did not."""
     if row.reason != BROKEN:
         return None
     return NOT_FINITE.format(len(row.tokens) - row.start) if row.error is None else row.error
@@ -252,7 +234,7 @@ def _prompt_rows(groups: Sequence[PromptGroup], sizes: AnyArray) -> pa.RecordBat
     return batch.set_column(at, batch.schema.field(at), pa.array(np.repeat(sizes, sizes).astype(np.int32)))
 
 
-def _texts(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int]) -> list[str]:
+def texts_of(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int]) -> list[str]:
     """What each rollout wrote, without its end token or stop string."""
     unsaid = [i for i, row in enumerate(rows) if row.text is None]
     wanted = []
@@ -264,21 +246,3 @@ def _texts(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int]) -
         for i, text in zip(unsaid, tokenizer.batch_decode(wanted, skip_special_tokens=True), strict=True):
             texts[i] = text
     return texts
-
-
-def answers(turns: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int]) -> pa.RecordBatch:
-    """What was drawn of some turns, in the columns of `TURN_ANSWER`."""
-    rows = [row for group in turns for row in group.rows if row is not None]
-    said = [row.tokens[row.start :] for row in rows]
-    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in said])])
-    tokens = RolloutTokens.joined(said)
-    made = tokens.columns(offsets, sampling_mask=True) | {
-        GROUP_ID: pa.array([group.number for group in turns], pa.int64()),
-        COMPLETION: pa.array(_texts(rows, tokenizer, ends), pa.string()),
-        TEMPERATURE: pa.array([_temperature(group) for group in turns], pa.float64(), from_pandas=True),
-        FINISH_REASON: pa.array([REASONS[row.reason] for row in rows], pa.string()),
-        ERROR: pa.array([_error(row) for row in rows], pa.string()),
-    }
-    if tokens.sampling_mask is None:
-        made[SAMPLING_MASK] = pa.nulls(len(rows), SAMPLING_MASK_TYPE)
-    return pa.RecordBatch.from_arrays([made[name] for name in TURN_ANSWER], schema=schema(TURN_ANSWER))

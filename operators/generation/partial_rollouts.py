@@ -8,7 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
+from dataflow.folder.finished import PartialRolloutFiles
+from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
 from dataflow.records import ROUND_SIZE
 from dataflow.runtime import Context
 from dataflow.worker.host import in_flight

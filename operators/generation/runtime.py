@@ -26,7 +26,8 @@ from operators.generation.groups import PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.sampled_with import SampledWith
 from operators.generation.tokenize import encode
-from operators.generation.turns import no_turns, turns_of, with_turns
+from operators.generation.turn_groups import answers, turns_of
+from operators.generation.turns import no_turns, with_turns
 from operators.models.read_weights import ReadWeights
 from operators.serving.request_stops import StopCache
 
@@ -308,7 +309,7 @@ class GeneratorRuntime(Runtime):
         batches = []
         masks = self._declaration.sampling_mask
         for source, complete in by_source.items():
-            made = groups.answers if source in self._context.episodes else partial(groups.rollouts, masks=masks)
+            made = answers if source in self._context.episodes else partial(groups.rollouts, masks=masks)
             batches.append(Batch(source, made(complete, self.tokenizer, self._ends)))
             for group in complete:
                 self._owed -= group.size

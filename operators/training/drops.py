@@ -150,8 +150,3 @@ class Drops:
         groups, self._groups, self.reasons = self._groups, [], {}
         for group in groups:
             group.release()
-
-
-def recorded_drops(context: Context, step: int) -> Counter[str]:
-    """Drops by reason that the ledger has of a step which is not committed yet."""
-    return Counter() if context.ledger is None else Counter(context.ledger.drops_at(context.node, step).values())

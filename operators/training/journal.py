@@ -82,17 +82,6 @@ class Journal:
             self.context.ledger.drop(self.context.node, self.source, reasons, step=step)
 
 
-def expected(context: Context, source: str) -> tuple[int, list[int], int]:
-    """The first group still to consume, the later ones that will not come, and how many have an outcome."""
-    if context.ledger is None:
-        return 0, [], 0
-    following = context.ledger.next_group_id(source)
-    in_flight = [group.group_id for group in context.ledger.in_flight(source, context.node)]
-    waiting = [group for group in in_flight if group < following]  # more may have been issued between the two reads
-    first = min(waiting, default=following)
-    return first, sorted(set(range(first, following)).difference(waiting)), following - len(waiting)
-
-
 def only_source(context: Context) -> str:
     """Of the groups that a trainer takes in. GraphError where there are several, or none."""
     sources = list(context.columns) or list(context.bounds)

@@ -17,10 +17,10 @@ from dataflow.rules.room import queue_prompts, row_room
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from operators.training.catch_up import CatchUp
 from operators.training.checkpoints import checkpoint
-from operators.training.checkpoints.resuming import find_start
+from operators.training.checkpoints.resuming import expected, find_start, recorded_drops
 from operators.training.checkpoints.saving import CheckpointSaver, Debt
-from operators.training.drops import Drops, recorded_drops
-from operators.training.journal import TOO_FEW, Journal, expected, only_source
+from operators.training.drops import Drops
+from operators.training.journal import TOO_FEW, Journal, only_source
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner import refreshed
 from operators.training.learner.build import check_gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,3 +104,19 @@ def _step_of(folder: Path | None) -> int:
             f"checkpoint is taken"
         )
     return step
+
+
+def expected(context: Context, source: str) -> tuple[int, list[int], int]:
+    """The first group still to consume, the later ones that will not come, and how many have an outcome."""
+    if context.ledger is None:
+        return 0, [], 0
+    following = context.ledger.next_group_id(source)
+    in_flight = [group.group_id for group in context.ledger.in_flight(source, context.node)]
+    waiting = [group for group in in_flight if group < following]  # more may have been issued between the two reads
+    first = min(waiting, default=following)
+    return first, sorted(set(range(first, following)).difference(waiting)), following - len(waiting)
+
+
+def recorded_drops(context: Context, step: int) -> Counter[str]:
+    """Drops by reason that the ledger has of a step which is not committed yet."""
+    return Counter() if context.ledger is None else Counter(context.ledger.drops_at(context.node, step).values())

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
+from dataflow.folder.finished import PartialRolloutFiles
+from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
 from dataflow.system.files import RunFolderError
 from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataflow.folder.finished import Finished
-from dataflow.folder.partial_rollouts import PartialRollout, PartialRolloutFiles, PartialRow
+from dataflow.folder.finished import Finished, PartialRolloutFiles
+from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
 from dataflow.folder.rollback import take_out_abandoned
 from dataflow.staleness import newest_versions
 from dataflow.system.files import RunFolderError
