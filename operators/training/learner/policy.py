@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,13 @@ import torch
 from torch import Tensor
 
 from dataflow.tokens.sampling_mask import SamplingMask
-from operators.training.learner.head import Shape, logprobs_of_hidden
 from operators.training.learner.head_module import HeadModule
 from operators.training.learner.logprobs import Wanted, logprobs_of_logits
 from operators.training.learner.packed_inputs import computing, on_device, packed_inputs
-from operators.training.learner.packed_probe import PROBE_TOLERANCE, probe, switch_to_packed
+from operators.training.learner.packed_probe import probe, switch_to_packed
 from operators.training.learner.packing import Array, TokenTree
+from operators.training.learner.sliced_head import logprobs_of_head, proved_head
 
-ROUNDED_TOLERANCE = 0.1
-"""PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not."""
 MOST_LOGITS = 2**22
 """Up to so many logits are held all at once: 16 MiB cost less time than computing them again in the backward pass."""
 
@@ -50,7 +47,7 @@ class Policy:
         self.packs = False
         if packed is None or packed:
             self.packs = switch_to_packed(module, self._probed, must=bool(packed))
-        self._head = self._proved_head()
+        self._head = proved_head(self)
 
     def at(self, temperature: float) -> None:
         """As `Forward` has it."""
@@ -77,101 +74,49 @@ class Policy:
         log-probabilities of trainer and generator differ, and the loss's importance ratio has to make up for it.
         """
         if self._head is not None and len(packed.heads_U) * self._vocabulary > MOST_LOGITS:
-            return self._through_head(self._head, packed, left_T, entropy)
-        wanted = self._wanted(packed.head_T, packed.targets_T, left_T)
-        return logprobs_of_logits(self._logits(packed), wanted, self.temperature, entropy=entropy)
+            return logprobs_of_head(self._head, self, packed, left_T, entropy=entropy)
+        wanted = self.wanted(packed.head_T, packed.targets_T, left_T)
+        return logprobs_of_logits(self.logits(packed), wanted, self.temperature, entropy=entropy)
 
-    def _wanted(self, head_T: Array, targets_T: Array, left_T: SamplingMask | None) -> Wanted:
+    def wanted(self, head_T: Array, targets_T: Array, left_T: SamplingMask | None) -> Wanted:
         """On the device."""
         if left_T is None:
-            return Wanted(self._to(head_T), self._to(targets_T))
+            return Wanted(self.to(head_T), self.to(targets_T))
         lengths_T = np.diff(left_T.offsets)
         masked = np.flatnonzero(lengths_T)
         segment_K = np.repeat(np.arange(len(masked)), lengths_T[masked])
         return Wanted(
-            self._to(head_T),
-            self._to(targets_T),
-            self._to(masked),
-            self._to(segment_K),
-            self._to(left_T.ids).long(),
+            self.to(head_T),
+            self.to(targets_T),
+            self.to(masked),
+            self.to(segment_K),
+            self.to(left_T.ids).long(),
         )
 
-    def _through_head(
-        self, head: HeadModule, packed: TokenTree, left_T: SamplingMask | None, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """`logprobs`, computed in the model's last layer, for all nodes or for one bucket of rows after the other."""
-        shape = Shape(scale=head.after.scale / self.temperature, cap=head.after.cap)
+    def computing(self) -> Any:
+        """The context of its matrix products."""
+        return computing(self._compute, self._device)
 
-        def found_by(rows_U: Tensor | None, wanted: Wanted, run: Callable[[], Any]) -> Tensor:
-            def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                hidden_U_D = hidden if rows_U is None else hidden[rows_U]
-                found = logprobs_of_hidden(hidden_U_D, weight, bias, wanted, shape, entropy=entropy)
-                return torch.stack([values for values in found if values is not None], -1)
-
-            return head.call(compute, run)
-
-        with computing(self._compute, self._device):
-            if self.packs:
-                wanted = self._wanted(packed.head_T, packed.targets_T, left_T)
-                found_T = found_by(None, wanted, lambda: self._run_packed(packed))
-            else:
-                found, places = [], []
-                for bucket, rows_U, head_T, tokens in _by_bucket(packed):
-                    kept = None if left_T is None else left_T.take(tokens)
-                    wanted = self._wanted(head_T, packed.targets_T[tokens], kept)
-                    found.append(found_by(self._to(rows_U), wanted, partial(self._run_padded, packed, bucket)))
-                    places.append(tokens)
-                found_T = torch.cat(found)[self._to(np.argsort(np.concatenate(places)))]
-        return found_T[:, 0], found_T[:, 1] if entropy else None
-
-    def _logits(self, packed: TokenTree) -> Tensor:
+    def logits(self, packed: TokenTree) -> Tensor:
         """Logits [U, V] at the nodes that trained tokens are predicted from."""
-        with computing(self._compute, self._device):
+        with self.computing():
             if self.packs:
-                return self._run_packed(packed).logits[0]  # type: ignore[no-any-return]
-            logits = [self._run_padded(packed, bucket).logits.flatten(0, 1) for bucket in packed.buckets]
-            return torch.cat(logits)[self._to(packed.back_N[packed.heads_U])]
+                return self.run_packed(packed).logits[0]  # type: ignore[no-any-return]
+            logits = [self.run_padded(packed, bucket).logits.flatten(0, 1) for bucket in packed.buckets]
+            return torch.cat(logits)[self.to(packed.back_N[packed.heads_U])]
 
-    def _run_packed(self, packed: TokenTree) -> Any:
+    def run_packed(self, packed: TokenTree) -> Any:
         """The model on all nodes at once; its last layer sees those of U."""
-        return self.module(logits_to_keep=self._to(packed.heads_U), **packed_inputs(packed, self._device))
+        return self.module(logits_to_keep=self.to(packed.heads_U), **packed_inputs(packed, self._device))
 
-    def _run_padded(self, packed: TokenTree, bucket: Array) -> Any:
+    def run_padded(self, packed: TokenTree, bucket: Array) -> Any:
         """The model on right-padded rows, where its attention cannot be replaced; its last layer sees them all."""
-        return self.module(input_ids=self._to(packed.tokens_N)[self._to(bucket)], use_cache=False)
+        return self.module(input_ids=self.to(packed.tokens_N)[self.to(bucket)], use_cache=False)
 
-    def _to(self, array: Array) -> Tensor:
+    def to(self, array: Array) -> Tensor:
+        """On the device."""
         return on_device(array, self._device)
-
-    def _proved_head(self) -> HeadModule | None:
-        """The model's last layer, if on a probe it gives the log-probabilities that the model's logits give."""
-        few = probe(self.module)
-        run = partial(self._run_packed, few) if self.packs else partial(self._run_padded, few, few.buckets[0])
-        with computing(self._compute, self._device):
-            head = HeadModule.of(self.module, run)
-        if head is None:
-            return None
-        with torch.no_grad():
-            logits = self._logits(few)
-            wanted = self._wanted(few.head_T, few.targets_T, None)
-            from_logits, _ = logprobs_of_logits(logits, wanted, self.temperature, entropy=False)
-            found, _ = self._through_head(head, few, None, entropy=False)
-        tolerance = PROBE_TOLERANCE if logits.dtype in (torch.float32, torch.float64) else ROUNDED_TOLERANCE
-        return head if bool(((found - from_logits).abs() <= tolerance).all()) else None
 
     def _probed(self, is_packed: bool) -> Tensor:
         self.packs = is_packed
         return self.logprobs(probe(self.module))[0]
-
-
-def _by_bucket(packed: TokenTree) -> Iterator[tuple[Array, Array, Array, Array]]:
-    """Each bucket, with the places in it that trained tokens are predicted from, for each such token an index into
-    them, and which of the T it is."""
-    at_U = packed.back_N[packed.heads_U]
-    begin = 0
-    for bucket in packed.buckets:
-        inside_U = (at_U >= begin) & (at_U < begin + bucket.size)
-        tokens = np.flatnonzero(inside_U[packed.head_T])
-        head_T = (np.cumsum(inside_U) - 1)[packed.head_T[tokens]]
-        yield bucket, at_U[inside_U] - begin, head_T, tokens
-        begin += bucket.size
