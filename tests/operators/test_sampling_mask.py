@@ -109,7 +109,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_a_float64_reference(tempera
     (wanted,) = torch.autograd.grad(total, logits)
 
     policy = Policy(tiny_llama(), temperature=temperature)
-    policy._logits = lambda packed: logits
+    policy.logits = lambda packed: logits
     found, entropy = policy.logprobs(tree, kept.take(tree.flat_T), entropy=True)
     (gradients,) = torch.autograd.grad((weights[0] * found + weights[1] * entropy).sum(), logits)
     torch.testing.assert_close(found, torch.stack(logprobs), atol=1e-12, rtol=0)
@@ -131,7 +131,7 @@ def test_siblings_that_share_a_node_keep_their_own_masks():
 def test_small_restricted_shares_do_not_underflow():
     tree = pack(np.array([5, 7]), np.array([False, True]), np.array([0, 2]))
     policy = Policy(tiny_llama())
-    policy._logits = lambda packed: torch.tensor([[500.0] + [0.0] * 6 + [1.0] + [0.0] * 15])
+    policy.logits = lambda packed: torch.tensor([[500.0] + [0.0] * 6 + [1.0] + [0.0] * 15])
     found, entropy = policy.logprobs(tree, SamplingMask(ids=np.array([6, 7]), offsets=np.array([0, 2])), entropy=True)
     share = 1 / (1 + np.e)
     assert float(found) == pytest.approx(np.log(1 - share), abs=1e-6)

@@ -15,7 +15,7 @@ from dataflow.records import GROUP_ID, VERSIONS
 from dataflow.rules.reorder_buffer import QueuedGroup, ReorderBuffer
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import oldest_versions, sweep
-from operators.training.journal import expected
+from operators.training.checkpoints.resuming import expected
 
 from .actors import digest, fails, tensors
 from .laws import check

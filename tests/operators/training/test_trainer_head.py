@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from dataflow.tokens.sampling_mask import SamplingMask
-from operators.training.learner import head, policy
+from operators.training.learner import head, policy, sliced_head
 from operators.training.learner.head import Shape, logprobs_of_hidden, slice_width
 from operators.training.learner.logprobs import Wanted, logprobs_of_logits
 from operators.training.learner.packing import TokenTree, pack
@@ -357,7 +357,7 @@ def test_a_call_that_fails_leaves_the_model_as_it_was(monkeypatch):
     def fail(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr(policy, "logprobs_of_hidden", fail)
+    monkeypatch.setattr(sliced_head, "logprobs_of_hidden", fail)
     with pytest.raises(MemoryError):
         made.logprobs(_tree(ids=VOCABULARY)[0])
     assert "forward" not in vars(module.get_output_embeddings())
