@@ -88,7 +88,8 @@ class Marks:
         self._known: set[str] = set()
         self.groups: set[int] = set()
         """Their numbers."""
-        self._texts: set[str] = set()
+        self._texts: frozenset[str] = frozenset()
+        """Another one with each text that is learned: several threads look at them."""
         self._runs: list[AnyArray] = []
         """Numbers that stand side by side."""
         self.columns: list[AnyArray] = []
@@ -123,10 +124,10 @@ class Marks:
         if kind == "group" and len(self.groups) < GROUPS:
             number, prompt = value
             self.groups.add(number)
-            self._texts.add(prompt)
+            self._texts |= {prompt}
             self._runs.append(np.array([self._ids[letter] for letter in prompt]))
         elif kind == "text":
-            self._texts.add(value)
+            self._texts |= {value}
         elif kind == "run":
             self._runs.append(np.array(value, np.float32 if isinstance(value[0], float) else np.int64))
         elif kind == "column":

@@ -71,3 +71,17 @@ def test_what_holds_it_counts_and_who_owns_a_queue_of_it_does_not(holder: Holder
     assert {kind.__name__ for kind in holder.classes} == {"Rows", "Owner"}
     assert not holder.has(Owner(queue=[Rows(rollouts(7))]))
     assert not holder.has(Owner(now=Owner(now=Rows(rollouts(7)))))
+
+
+def test_a_text_that_is_learned_while_another_thread_looks_disturbs_nobody(holder: Holder) -> None:
+    marks = holder._marks
+
+    class Meanwhile(str):
+        """Between two looks into it, the group's next text is learned."""
+
+        def __contains__(self, text: object) -> bool:
+            marks.learn(pa.table({"completion": [f"next {len(marks._texts)}"]}))
+            return super().__contains__(str(text))
+
+    assert not marks.in_text(Meanwhile("nothing of the group"))
+    assert marks.in_text(f"it says: next {len(PROMPTS) + 1}")
