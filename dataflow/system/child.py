@@ -18,6 +18,7 @@ from dataflow.system import forking
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where a Python of its own finds this project."""
+_KEEPER = Path(__file__).with_name("keeper.py")
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.002
 
@@ -150,6 +151,12 @@ def started(
     Popen."""
     files = [] if end is None else [end.fileno()]
     return subprocess.Popen([*command, *map(str, files)], pass_fds=[*files, *keep], env=dict(environment), **given)
+
+
+def below_keeper(command: Sequence[str]) -> list[str]:
+    """The command that runs COMMAND below a keeper, which ends it with all that it has started: when this process ends,
+    at `keeper.END`, and, in a session of its own, at SIGTERM. Streams and exit status are those of COMMAND."""
+    return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), *command]
 
 
 def ended_within(child: Child, seconds: float) -> bool:
