@@ -9,10 +9,10 @@ import weakref
 import pytest
 from serving_rig import END, ScriptedEngine, byte_tokenizer, scripted, service_of, until
 
+from operators.engine.request_stops import MOST_STOPS, StopCache
 from operators.serving import app as routes
-from operators.serving.bounds import Bounds, Budget, Latest, read_json
+from operators.serving.bounds import Bounds, Budget, read_json
 from operators.serving.errors import ApiError
-from operators.serving.request_stops import MOST_STOPS, StopCache
 from operators.serving.requests import parse
 
 TEXT = {"model": "tiny", "prompt": "ab"}
@@ -138,12 +138,4 @@ def test_no_more_stop_lists_are_kept_than_have_a_place():
     for number in range(3 * MOST_STOPS):
         assert stopping((f"stop {number}",)) is not None
     gc.collect()
-    assert len(made) == MOST_STOPS and gone() is None
-
-
-def test_what_was_asked_for_lately_stays():
-    made = []
-    latest = Latest(2, lambda key: made.append(key) or key)
-    for key in ("a", "b", "a", "c", "a", "b"):
-        assert latest(key) == key
-    assert made == ["a", "b", "c", "b"]
+    assert made.cache_info().currsize == MOST_STOPS and gone() is None
