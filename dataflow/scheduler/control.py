@@ -79,7 +79,7 @@ class Scheduler:
         self.notices: list[str] = []
         """What the user may want to read, oldest first; whoever shows it takes it out."""
         self.crossed: CrossedByFile = {}
-        """What has crossed the edges, as the workers of this machine counted it to their ends; known once it is closed."""
+        """What has crossed the edges, as workers of this machine counted it to their ends; known once it is closed."""
         self._faults = Faults(settings.folder, clock, self.notices)
         self._request_log = RequestLog(settings.folder, self.notices.append)
         self._wish = False

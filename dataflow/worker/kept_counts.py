@@ -32,7 +32,7 @@ EdgeSums: TypeAlias = Mapping[str, Mapping[str, Sequence[int]]]
 
 _FILES = "counts"
 _HEAD = struct.Struct("=16sQ")
-"""Of a file: its name, and bytes of the counts behind it, an end of an edge after the other; then the edges, as JSON."""
+"""Of a file: its name, and bytes of the counts behind it, one end of an edge after the other; then the edges: JSON."""
 
 
 def path_of(sockets: str, worker: str, replica: int) -> Path | None:
