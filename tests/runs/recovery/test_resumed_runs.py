@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from rigs.graphs import tiny_graph
+from rigs.graphs import losses, tiny_graph
 from rigs.machine import wait_until
 from rigs.operators import struck
 
@@ -28,10 +28,6 @@ STEPS = 6
 MARK = -77.0
 PROGRAM = Path(__file__).parents[2] / "rigs" / "resumable.py"
 ROOT = PROGRAM.parent.parent.parent
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in RunFolder.open(folder).read_metrics() if "loss" in line]
 
 
 def steps_told(folder: Path) -> list[int]:
