@@ -50,8 +50,6 @@ class StopCache:
         return self.made(stop, ids)
 
     def _make(self, stop: tuple[str, ...], ids: tuple[int, ...]) -> RequestStop | None:
-| None:
-        stop, ids = asked
         tokens = [*ids, *(self._special[text] for text in stop if text in self._special)]
         tokens = [token for token in tokens if token not in self._ends]
         texts = [text for text in stop if text not in self._special]

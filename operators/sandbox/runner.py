@@ -174,5 +174,3 @@ def _next_outcome(inbox: bytearray) -> SandboxResult | None:
     texts = [bytes(part).decode("utf-8", "replace") for part in (inbox[OUTCOME.size : middle], inbox[middle:stop])]
     del inbox[:stop]
     return SandboxResult(passed, *texts)
-
-

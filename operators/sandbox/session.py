@@ -188,4 +188,3 @@ class KeptSandbox:
         if self._errors < 0:
             return "it was ended"
         return last_words(os.pread(self._errors, _ERROR_BYTES, 0))
-

@@ -1,4 +1,4 @@
-"""A keeper ends a program with all that it has started; SIGTERM asks it to in a session of its own, and nowhere else."""
+"""A keeper ends a program with all that it has started; SIGTERM asks for it in a session of its own alone."""
 
 import os
 import signal
