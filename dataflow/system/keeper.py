@@ -24,7 +24,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 def keep(parent: int, command: list[str]) -> int:
     """Run a command until it ends, or has to; its exit code, negative for a signal."""
-    news, ends = {PARENT_ENDED, END, signal.SIGCHLD}, {END}
+    news: set[int] = {PARENT_ENDED, END, signal.SIGCHLD}
+    ends: set[int] = {END}
     if os.getsid(0) == os.getpid():  # in a session of its own nothing reaches it that is meant for others
         news.add(signal.SIGTERM)
         ends.add(signal.SIGTERM)
@@ -50,7 +51,7 @@ def keep(parent: int, command: list[str]) -> int:
     return _end_all(child, status)
 
 
-def _become(command: list[str], keeper: int, news: set[signal.Signals]) -> None:
+def _become(command: list[str], keeper: int, news: set[int]) -> None:
     try:
         _ask(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:
