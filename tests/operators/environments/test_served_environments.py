@@ -159,6 +159,23 @@ class TestNemoGym:
             assert played(self.world(served), chat, ROW) == 0.0
         assert chat.heard == ["Not Found"]
 
+    @pytest.mark.parametrize("name", ["verify", "seed_session", "../verify", "increment?x=1"])
+    def test_no_route_but_those_of_tools_is_the_policys_to_call(self, name: str) -> None:
+        with nemo_gym() as served:
+            chat = Spoken([f'<tool_call>{{"name": "{name}", "arguments": {{"count": 3}}}}</tool_call>', "no"])
+            assert played(self.world(served), chat, ROW) == 0.0
+        assert chat.heard == [f"error: there is no tool {name!r}"]
+        assert [route for route, _ in served.bodies] == ["/seed_session", "/verify"]
+
+    def test_where_a_row_names_its_tools_there_are_no_others(self) -> None:
+        tools = [{"type": "function", "name": "increment", "parameters": {}}]
+        row = {**ROW, "responses_create_params": {**ROW["responses_create_params"], "tools": tools}}  # type: ignore[dict-item]
+        call = '<tool_call>{"name": "%s", "arguments": {"count": 3}}</tool_call>'
+        with nemo_gym() as served:
+            chat = Spoken([call % "break", call % "increment", "6"])
+            assert played(self.world(served), chat, row) == 1.0
+        assert chat.heard == ["error: there is no tool 'break'", '{"success":true}']
+
     def test_steps_have_rewards_and_the_session_is_closed_where_the_server_says_so(self) -> None:
         with nemo_gym() as served:
             chat = Spoken(["a", "z"])
