@@ -39,8 +39,8 @@ def keep(parent: int, command: list[str]) -> int:
     child = os.fork()
     if child == 0:
         _become(command, keeper, news)
-    for number in (0, 1):  # streams and files are the program's alone: their end tells of its end
-        os.close(number)
+    for stream in (0, 1):  # streams and files are the program's alone: their end tells of its end
+        os.close(stream)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     status = None
     while status is None and os.getppid() == parent:
