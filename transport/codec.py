@@ -22,7 +22,8 @@ class Codec(Generic[M]):
 
     A message travels as `["protocol/version", "Class", {field: value}]`. Its class is a frozen dataclass; its fields
     are of the types None, bool, int, float, str, bytes, `Natural`, Literal, an enum (by its member's name), tuple,
-    list, Sequence (a tuple at the other end), dict, Mapping, `Plain`, another frozen dataclass, or unions of these.
+    NamedTuple, list, Sequence (a tuple at the other end), dict, Mapping, `Plain`, another frozen dataclass, or unions
+    of these.
     The version is to be raised when a field means something else than before.
 
         @dataclass(frozen=True)

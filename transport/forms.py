@@ -76,6 +76,8 @@ def form_of(hint: Any) -> Form:
         return _union([form_of(each) for each in arguments])
     if origin is tuple and Ellipsis not in arguments:
         return _fixed([form_of(each) for each in arguments])
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return _fixed([form_of(each) for each in typing.get_type_hints(hint).values()], hint)
     if origin in (tuple, list, Sequence):
         return _many(list if origin is list else tuple, form_of(arguments[0]))
     if origin in (dict, Mapping):
@@ -195,21 +197,22 @@ def _many(kind: type[list[Any]] | type[tuple[Any, ...]], one: Form) -> Form:
     return Form(says, kind, list, lift, None if lower_one is None else lambda value: list(map(lower_one, value)))
 
 
-def _fixed(forms: list[Form]) -> Form:
+def _fixed(forms: list[Form], named: type[Any] | None = None) -> Form:
     says = f"a list of {', '.join(form.says for form in forms) or 'nothing'}"
 
     def lift(value: Any) -> Any:
         if type(value) is not list or len(value) != len(forms):
             raise Misfit(says, value)
-        return tuple(
+        found = tuple(
             _inside(str(place), form.lift, each)
             for place, (form, each) in enumerate(zip(forms, value, strict=True))
         )  # fmt: skip
+        return found if named is None else named(*found)
 
     def lower(value: Any) -> Any:
         return [each if form.lower is None else form.lower(each) for form, each in zip(forms, value, strict=True)]
 
-    return Form(says, tuple, list, lift, lower)
+    return Form(says, named or tuple, list, lift, lower)
 
 
 def _map(key: Form, one: Form) -> Form:

@@ -33,7 +33,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.live.intervals import NONE, Window, differences, percent_less
-from bench.live.windows import ENDLESS, Beside, served
+from bench.live.windows import ENDLESS, NO_PAGE, Beside, served
 from bench.report import Report
 from dataflow.run import run
 from graphs.sorting import build
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case in _cases(piece):
                 if time.monotonic() - began > options.minutes * 60 - options.window - SETTLE_S:
                     break
-                beside.show(CASES.get(case, "0"))
+                beside.show(CASES.get(case, NO_PAGE))
                 time.sleep(SETTLE_S)
                 windows.append({"piece": piece, "case": case, **beside.window(options.window)})
         if options.json is not None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +18,20 @@ from typing import Any
 
 import psutil
 
+from dataflow.system.child import end
 from graphs.sorting import build
 
 ENDLESS = 1_000_000
 WARM_STEPS = 30
+NO_PAGE = "0"
 START_S = 120.0
+"""For the run to be warm."""
+LINE_S = 60.0
+"""For a line of a process that answers: pages wait for the server, 40 s at most."""
+END_S = 60.0
 _PASS_S = 0.1
 """For what pages have asked for to be answered, before the server is stopped."""
+_CLIENTS = "the process of the pages"
 
 
 @dataclass(frozen=True)
@@ -53,32 +61,51 @@ def served(temporary: Path, policy: Path | None) -> Iterator[Place]:
                 time.sleep(0.2)
             live = [sys.executable, "-m", "dataflow", "live", str(metrics.parent)]
             with subprocess.Popen(live, stdout=subprocess.PIPE, text=True) as server:
-                assert server.stdout is not None
                 try:
-                    server.stdout.readline()
-                    url = server.stdout.readline().strip()
+                    said_line(server, "the server of the page")
+                    url = said_line(server, "the server of the page").strip()
                     yield Place(metrics, psutil.Process(running.pid), psutil.Process(server.pid), url)
                 finally:
                     server.send_signal(signal.SIGCONT)
                     server.terminate()
+                    end(server, END_S)
         finally:
             running.send_signal(signal.SIGINT)
-            try:
-                running.wait(60)
-            except subprocess.TimeoutExpired:
-                running.kill()
+            end(running, END_S)
+
+
+def said_line(process: subprocess.Popen[str], who: str, within_s: float = LINE_S) -> str:
+    """The next line of a process. Raises RuntimeError where it says none within so many seconds, after which it is
+    killed, or has ended.
+
+    who: for the error."""
+    assert process.stdout is not None
+    late = threading.Timer(within_s, process.kill)
+    late.start()
+    try:
+        line = process.stdout.readline()
+    finally:
+        late.cancel()
+    if not line.endswith("\n"):
+        raise RuntimeError(
+            f"{who} said nothing within {within_s:.0f} s, or has ended; found {line!r:.80}; run it again"
+        )
+    return line
 
 
 class Beside:
     """Pages beside a run, opened once; without one the server stands still."""
 
     def __init__(self, place: Place) -> None:
-        self._place = place
+        self._place, self._pages = place, NO_PAGE
         command = [sys.executable, "-m", "bench.live.clients", place.url]
         self._clients = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._pages = psutil.Process(self._clients.pid)
-        assert self._clients.stdout is not None
-        self._clients.stdout.readline()
+        self._client = psutil.Process(self._clients.pid)
+        try:
+            said_line(self._clients, _CLIENTS, START_S)  # all have loaded
+        except BaseException:
+            end(self._clients, 0.0)
+            raise
 
     def __enter__(self) -> Beside:
         return self
@@ -87,30 +114,29 @@ class Beside:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._place.server.resume()
-        self._clients.kill()
-        self._clients.wait(10)
+        end(self._clients, 0.0)
 
-    def show(self, word: str) -> None:
-        """Let there be so many pages from now on."""
-        if word == "0":
-            self._say(word)
+    def show(self, pages: str) -> None:
+        """Let there be so many from now on: a number, or `clients.NEVER`."""
+        self._pages = pages
+        if pages == NO_PAGE:
+            self._told()
             time.sleep(_PASS_S)
             self._place.server.suspend()
         else:
             self._place.server.resume()
-            self._say(word)
-        self._word = word
+            self._told()
 
     def window(self, seconds: float) -> dict[str, Any]:
         """How things go for so long."""
-        self._say(self._word)
+        self._told()
         place, size = self._place, self._place.metrics.stat().st_size
         before, began = self._spent(), time.monotonic()
         time.sleep(seconds)
         after, passed = self._spent(), time.monotonic() - began
         took = {name: after[name] - before[name] for name in after}
         rate, steps = _steps(place.metrics, size)
-        told = self._say(self._word)
+        told = self._told()
         cores = os.cpu_count() or 1
         foreign = took["all"] - took["run"] - took["server"] - took["client"]
         return {
@@ -120,11 +146,12 @@ class Beside:
             **told,
         }  # fmt: skip
 
-    def _say(self, word: str) -> dict[str, int]:
-        assert self._clients.stdin is not None and self._clients.stdout is not None
-        self._clients.stdin.write(f"{word}\n")
+    def _told(self) -> dict[str, int]:
+        """What pages have done since they were told how many they are, which they are told again."""
+        assert self._clients.stdin is not None
+        self._clients.stdin.write(f"{self._pages}\n")
         self._clients.stdin.flush()
-        found: dict[str, int] = json.loads(self._clients.stdout.readline())
+        found: dict[str, int] = json.loads(said_line(self._clients, _CLIENTS))
         return found
 
     def _spent(self) -> dict[str, float]:
@@ -133,7 +160,7 @@ class Beside:
         idle = machine.idle + machine.iowait
         run = [self._place.run, *self._place.run.children(recursive=True)]
         return {
-            "run": sum(map(_cpu, run)), "server": _cpu(self._place.server), "client": _cpu(self._pages),
+            "run": sum(map(_cpu, run)), "server": _cpu(self._place.server), "client": _cpu(self._client),
             "idle": idle, "all": sum(machine) - machine.guest - machine.guest_nice - idle,
         }  # fmt: skip
 

@@ -17,6 +17,7 @@ from dataflow.settable import plain_value
 from dataflow.structure import feeding, leading, sources_of, trainers
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_OF_MODEL = ("name", "source")
 
 
 def describe(folder: RunFolder, ledger: Ledger, graph: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -39,7 +40,7 @@ def graph_facts(graph: Graph) -> dict[str, Any]:
     return {
         "name": graph.name,
         "nodes": [
-            {"name": name, "operator": type(op).__name__, "kind": op.kind, "knobs": _knobs(op)}
+            {"name": name, "operator": type(op).__name__, "kind": op.kind, "knobs": _knobs(op), **_uses(op)}
             for name, op in graph.operators.items()
         ],
         "edges": [
@@ -52,6 +53,13 @@ def graph_facts(graph: Graph) -> dict[str, Any]:
             for u, v, data in graph.nx.edges(data=True)
         ],
     }  # fmt: skip
+
+
+def model_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a node of such facts, the model that it uses: `name` and `source`; empty where it has none, and in
+    folders that do not say it."""
+    found = node.get("model")
+    return found if isinstance(found, dict) else {}
 
 
 def plan_facts(graph: Graph, plan: Plan) -> dict[str, Any]:
@@ -90,6 +98,11 @@ def _settable(graph: Graph) -> dict[str, dict[str, dict[str, Any]]]:
         name: {knob: {"value": plain_value(each.value), "at": each.at} for knob, each in knobs.items()}
         for name, knobs in found.items() if knobs
     }  # fmt: skip
+
+
+def _uses(operator: Operator) -> dict[str, Any]:
+    model = operator.uses
+    return {} if model is None else {"model": {name: getattr(model, name) for name in _OF_MODEL}}
 
 
 def _knobs(operator: Operator) -> dict[str, str]:

@@ -20,15 +20,12 @@ from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.ledger import Fate, Ledger
 from dataflow.folder.retention import KNOB, not_kept
 from dataflow.folder.run_folder import RunFolder
-from dataflow.history.describe import described
+from dataflow.history.describe import described, model_of
 from dataflow.system.files import to_json
 
 _SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS, records.OF_SOURCE}
 _COLOURS = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red"))
 """By a token's log-probability: what it is at least, and its colour."""
-
-_MODEL = re.compile(r"Model\(source='([^']+)'")
-"""As a graph's description has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +120,8 @@ def vocabulary_of(folder: RunFolder) -> "dict[int, str] | None":
 def _tokenizers(folder: RunFolder) -> Iterator[Path]:
     yield from sorted((folder.path / "checkpoints").rglob("tokenizer.json"), reverse=True)
     for node in described(folder)[0].get("nodes", []):
-        source = _MODEL.match(str(node.get("knobs", {}).get("model", "")))
-        if source is not None and (path := Path(source[1]) / "tokenizer.json").is_file():
+        source = model_of(node).get("source")
+        if source and (path := Path(str(source)) / "tokenizer.json").is_file():
             yield path
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dataflow.doctor.facts import EdgeFacts
-from dataflow.worker.kept_counts import ENDS, EdgeSums, total
+from dataflow.worker.kept_counts import ENDS, Crossed, EdgeSums, total
 
 _STALENESS = tuple(
     f"{part}_{kind}" for part in ("staleness", "staleness_generating", "staleness_waiting") for kind in ("mean", "max")
@@ -36,15 +36,15 @@ def data_edges(
 def _crossed(name: str, now: EdgeSums | None, before: EdgeSums | None, passed: float) -> dict[str, Any]:
     if now is None:
         return {"rows_s": None, "bytes_s": None, "crossed": None}
-    none = {end: [0, 0, 0] for end in ENDS}
+    none = {end: Crossed() for end in ENDS}
     ends = {end: list(counts) for end, counts in now.get(name, none).items()}
     grown = None
     if before is not None and passed > 0:
         was = before.get(name, none)["received"]
-        grown = [after - earlier for after, earlier in zip(ends["received"], was, strict=True)]
+        grown = Crossed(*(after - earlier for after, earlier in zip(ends["received"], was, strict=True)))
     if grown is None or min(grown) < 0:
         return {"rows_s": None, "bytes_s": None, "crossed": ends}
-    return {"rows_s": round(grown[1] / passed, 3), "bytes_s": round(grown[2] / passed, 1), "crossed": ends}
+    return {"rows_s": round(grown.rows / passed, 3), "bytes_s": round(grown.bytes / passed, 1), "crossed": ends}
 
 
 def data_edges_of(graph: Mapping[str, Any]) -> list[EdgeFacts]:

@@ -8,6 +8,7 @@ from typing import Any
 from dataflow.draw import svg
 from dataflow.draw.charts import Chart, Line
 from dataflow.draw.picture import KNOBS_SHOWN, DrawnEdge, Loop, OperatorBox, Picture, shorten
+from dataflow.history.describe import model_of
 from dataflow.runs.tables import series
 from dataflow.runs.texts import visible
 from dataflow.runs.which import trainers_of
@@ -137,8 +138,7 @@ def _added(edge: Mapping[str, Any], data: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def _model(node: Mapping[str, Any]) -> str:
-    found = _MODEL.match(str((node.get("knobs") or {}).get("model", "")))
-    return _name(found[1]) if found else "weights"
+    return _name(model_of(node).get("name") or "weights")
 
 
 def _refresh(edge: Mapping[str, Any]) -> str:

@@ -43,6 +43,7 @@ from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.files import only_told
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
+from dataflow.worker.kept_counts import CrossedByFile, KeptFiles
 
 NAME = "scheduler"
 """In faults.jsonl."""
@@ -77,6 +78,8 @@ class Scheduler:
         self.table = Table(graph=graph, plan=plan, limits=limits, folder=settings.folder, watched_at=clock())
         self.notices: list[str] = []
         """What the user may want to read, oldest first; whoever shows it takes it out."""
+        self.crossed: CrossedByFile = {}
+        """What has crossed the edges, as workers of this machine counted it to their ends; known once it is closed."""
         self._faults = Faults(settings.folder, clock, self.notices)
         self._request_log = RequestLog(settings.folder, self.notices.append)
         self._wish = False
@@ -216,7 +219,9 @@ class Scheduler:
                     self._note(event)
             self._receive(self._server.drain(_LAST_WORDS_S))
             self._faults.close()
-            self._server.close()
+            with KeptFiles(self._server.sockets) as kept:
+                self._server.close()
+                self.crossed = kept.read()
         except Replaced:
             self._server.leave()
             raise

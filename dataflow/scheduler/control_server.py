@@ -164,6 +164,11 @@ class ControlServer:
         """By host that is there and does not see the run folder, where it gives its files."""
         return {}
 
+    @property
+    def sockets(self) -> list[Path]:
+        """The folders in which workers have their sockets, and count; those of other machines are not here."""
+        return [self.folder]
+
     def clear(self, host: str) -> None:
         """End all workers that a host has; when they have ended, it is told as joined."""
         raise AssertionError("this machine is no host that could be lost")
@@ -276,6 +281,7 @@ class HostsControlServer(ControlServer):
         """Speak to the workers of these agents. folder: of the run, which all hosts see. ledger: where its service is
         asked. holds: raises Replaced once somebody else holds the run."""
         self._agents, self.number, self._holds = agents, agents.number, holds
+        self._sockets: set[Path] = set()
         agents.told = lambda text: self.told(text)
         left, anywhere = folder / _LEFT, endpoint(agents.host)
         left.mkdir(exist_ok=True)
@@ -297,6 +303,13 @@ class HostsControlServer(ControlServer):
         """As `ControlServer.disks`."""
         return self._agents.disks
 
+    @property
+    def sockets(self) -> list[Path]:
+        """As `ControlServer.sockets`; of hosts that were lost, too."""
+        for host in self._agents.hosts:  # a scheduler that has taken over may have placed nobody there
+            self.place(host.name)
+        return sorted(self._sockets)
+
     def clear(self, host: str) -> None:
         """As `Agents.clear`."""
         self._outgoing.append(lambda: self._agents.clear(host))
@@ -312,6 +325,7 @@ class HostsControlServer(ControlServer):
     def place(self, host: str) -> dict[str, Any]:
         """As `ControlServer.place`."""
         place = self._agents.place(host)
+        self._sockets.add(Path(place["sockets"]))
         return {"control": relay.address(place["sockets"]), "ledger": self.whereabouts.ledger, **place}
 
     def send(self, to: str, message: ToWorker) -> None:

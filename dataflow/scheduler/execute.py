@@ -12,7 +12,7 @@ from typing import Any
 
 from dataflow.display import showing
 from dataflow.draw import reward_curve_svg
-from dataflow.errors import RunError
+from dataflow.errors import Replaced, RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.disks.bringing import Bringing
 from dataflow.folder.ledger_service.client import LedgerClient
@@ -165,10 +165,11 @@ def execute(run: RunSpec) -> TrainingResult:
     watch, times = ProgressWatch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
     following = TrackersOfRun(folder, run.track, run.settings.limits)
     try:
-        outcome = (
-            _inline(run, watch, times, notices, following)
-            if run.in_one_process else _processes(run, watch, times, clock, notices, following)
-        )  # fmt: skip
+        with _told_if_it_fails(times, watch):
+            outcome = (
+                _inline(run, watch, times, notices, following)
+                if run.in_one_process else _processes(run, watch, times, clock, notices, following)
+            )  # fmt: skip
         times.write("stopped" if outcome.stopped else "finished", watch)
         marks = [(change.step, change.mark) for change in read_live_changes(folder)]
         folder.extras.write(folder.path / "curve.svg", reward_curve_svg(watch.curve(), run.graph.name, marks))
@@ -178,6 +179,19 @@ def execute(run: RunSpec) -> TrainingResult:
         for text in (*following.look(), *notices):
             warn(text)
     return outcome
+
+
+@contextlib.contextmanager
+def _told_if_it_fails(times: Times, watch: ProgressWatch) -> Iterator[None]:
+    """Write how far it was when it fails; where another scheduler has the run, that is its to tell."""
+    try:
+        yield
+    except Replaced:
+        raise
+    except BaseException:
+        with contextlib.suppress(RunError):
+            times.write("not finished", watch)
+        raise
 
 
 def _processes(
@@ -216,8 +230,8 @@ def _processes(
             following.end("stopped" if scheduler.table.run.draining else "finished", view.message)
     finally:
         scheduler.close()
+        watch.count(scheduler.heartbeats, scheduler.crossed)
         folder.extras.remove(folder.path / socket_folder.CONTROL)
-    watch.count(scheduler.heartbeats)
     return _outcome(watch, scheduler.table.run)
 
 
@@ -272,6 +286,7 @@ def _inline(
             following.end("stopped" if running.state.draining else "finished", view.message)
     finally:
         running.close()
+        watch.count({}, running.crossed)
     return _outcome(watch, running.state)
 
 

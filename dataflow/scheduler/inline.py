@@ -12,6 +12,7 @@ from dataflow.planning.plan import Plan
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.worker.changed_knobs import roomiest
 from dataflow.worker.host import NodeLoops, Settings
+from dataflow.worker.kept_counts import CrossedByFile
 from dataflow.worker.messages import NodeCommand
 from dataflow.worker.ports import Ports
 
@@ -70,7 +71,12 @@ class InlineRun:
     def snapshot(self) -> dict[str, Any]:
         """The same facts that a worker's heartbeat carries."""
         return {"name": "inline-0", "state": "running", "nodes": self.host.report(), "edges": self._ports.depths(),
-                "crossed": self._ports.crossed}  # fmt: skip
+                "crossed": self.crossed}  # fmt: skip
+
+    @property
+    def crossed(self) -> CrossedByFile:
+        """What has crossed the edges so far; also once it is closed."""
+        return self._ports.crossed
 
     def close(self) -> None:
         """Give everything back."""

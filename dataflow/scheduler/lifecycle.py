@@ -19,6 +19,7 @@ def exited(table: Table, record: WorkerRecord, cause: str, now: float, *, with_h
     ranks: list[Command] = [EndRanks(record.name, record.attempt)] if record.is_spread else []
     if record.may_end and not table.is_closing:
         record.life = Life.GONE
+        record.earlier, record.heartbeat = record.told, None  # which the next scheduler could not ask for
         return [*ranks, *scaling.exited(table, record)]
     if record.life is Life.ENDING or table.is_closing:
         record.life = Life.GONE

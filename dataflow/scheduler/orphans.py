@@ -1,12 +1,17 @@
 """What runs leave in memory that were killed with all their processes: found by their folders, and removed."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
+from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_lock import nobody_in
+from dataflow.folder.snapshot import read
+from dataflow.history.resume import TIMES
 from dataflow.scheduler.requests import listens
+from dataflow.worker.kept_counts import KeptFiles, known_edges, total
 
 
 def clear(folder: RunFolder) -> bool:
@@ -29,9 +34,22 @@ def clear_all(runs: Path) -> list[str]:
 
 
 def remove(folder: RunFolder) -> bool:
-    """As `clear`, for one who knows that nobody is in the folder."""
+    """As `clear`, for one who knows that nobody is in the folder; what workers have counted there goes to times.json,
+    which the scheduler wrote some seconds before."""
     place = socket_folder.of(folder)
     if place is None or any(listens(path) for path in place.iterdir()):
         return False
+    with contextlib.suppress(RunError):
+        _keep_counts(folder, place)
     shutil.rmtree(place, ignore_errors=True)
     return True
+
+
+def _keep_counts(folder: RunFolder, place: Path) -> None:
+    """Errors: RunError where nothing says what had been counted before this part of the run."""
+    before = read(place).get("begun")
+    with KeptFiles([place]) as kept:
+        counted = kept.read()
+    if isinstance(before, dict) and counted:
+        edges = total([{"before": known_edges(before.get("edges"))}, counted])
+        folder.write_json("times.json", {**folder.read_json("times.json", TIMES), "edges": edges})

@@ -15,7 +15,7 @@ from dataflow.planning.wiring import edges
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scoring.failure import failures_told
 from dataflow.structure import feeding, leading, lines_of
-from dataflow.worker.kept_counts import total
+from dataflow.worker.kept_counts import CrossedByFile, total
 from dataflow.worker.state_clock import BESIDE, STATES
 
 _WINDOW_S = 5.0
@@ -133,9 +133,9 @@ class ProgressWatch:
             self._past.popleft()
         self._tail()
 
-    def count(self, heartbeats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take in of heartbeats what has crossed the edges; also of those after the run's end."""
-        self.crossed = total(heartbeat.get("crossed", {}) for heartbeat in heartbeats.values())
+    def count(self, heartbeats: Mapping[str, Mapping[str, Any]], files: CrossedByFile | None = None) -> None:
+        """Take in what has crossed the edges, of heartbeats, and of the files that workers have left at the end."""
+        self.crossed = total([*(heartbeat.get("crossed", {}) for heartbeat in heartbeats.values()), files or {}])
 
     def starting(self, late: Collection[str]) -> Snapshot:
         """Before the workers are ready: whose are still on their way."""

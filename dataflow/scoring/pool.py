@@ -20,11 +20,10 @@ from dataflow.scoring.server import (
     Lost,
     ProcessEnded,
     Spawned,
-    let_go_on,
     start_server,
 )
 from dataflow.system.channel import Channel
-from dataflow.system.child import end
+from dataflow.system.child import end, let_go_on
 from dataflow.system.messages import MessageError
 
 _PATIENCE_S = 10.0

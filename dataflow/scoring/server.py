@@ -14,7 +14,7 @@ from typing import Any
 from dataflow.scoring.at_work import make_calls
 from dataflow.scoring.calls import CALLS, PoolSettings
 from dataflow.system.channel import Channel
-from dataflow.system.child import Forked, ended_within, fork
+from dataflow.system.child import Forked, ended_within, fork, let_go_on
 from dataflow.system.messages import Codec
 
 PROGRESS_FIELDS = 4
@@ -131,12 +131,6 @@ def _spawn(end: int, number: int, progress: memoryview, settings: PoolSettings) 
         return 0
 
     return fork(make, leads=True, keep=[end], ends_with_parent=signal.SIGKILL)
-
-
-def let_go_on(process: Forked) -> None:
-    """Let a child go on that was stopped since the last look: nobody knows whether whoever stopped it comes back."""
-    if process.change() == "stopped":
-        process.signal(signal.SIGCONT)
 
 
 def _ended(process: Forked) -> int:

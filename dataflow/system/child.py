@@ -18,6 +18,7 @@ from dataflow.system import forking
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where a Python of its own finds this project."""
+_KEEPER = Path(__file__).with_name("keeper.py")
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.002
 
@@ -86,11 +87,7 @@ class Forked:
 
     def change(self) -> Literal["stopped", "continued"] | None:
         """What a signal has done to it since the last look."""
-        with contextlib.suppress(ChildProcessError):
-            found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-            if found is not None:
-                return "stopped" if found.si_code == os.CLD_STOPPED else "continued"
-        return None
+        return _change(self.pid)
 
 
 def fork(
@@ -152,6 +149,18 @@ def started(
     return subprocess.Popen([*command, *map(str, files)], pass_fds=[*files, *keep], env=dict(environment), **given)
 
 
+def let_go_on(child: Child) -> None:
+    """Let a child go on that was stopped since the last look: nobody knows whether whoever stopped it comes back."""
+    if _change(child.pid) == "stopped":
+        _signal(os.kill, child.pid, signal.SIGCONT)
+
+
+def below_keeper(command: Sequence[str]) -> list[str]:
+    """The command that runs COMMAND below a keeper, which ends it with all that it has started: when this process ends,
+    at `keeper.END`, and, in a session of its own, at SIGTERM. Streams and exit status are those of COMMAND."""
+    return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), *command]
+
+
 def ended_within(child: Child, seconds: float) -> bool:
     """Whether a child that was asked to end does so in time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -196,6 +205,14 @@ def run_forever(body: Callable[[], int]) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _change(pid: int) -> Literal["stopped", "continued"] | None:
+    with contextlib.suppress(ChildProcessError):
+        found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        if found is not None:
+            return "stopped" if found.si_code == os.CLD_STOPPED else "continued"
+    return None
 
 
 def _signal(send: Callable[[int, int], None], whom: int, number: int) -> bool:

@@ -1,32 +1,43 @@
 """What has crossed the edges of one worker, counted in a file that outlives its process."""
 
+import contextlib
+import json
 import mmap
 import os
 import secrets
+import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import xxhash
 
 from dataflow.system.files import write_atomically
+from transport.data.counts import COUNTS_BYTES, EdgeCounts, EndCounts
+from transport.data.counts import Crossed as Crossed
 
-Crossed: TypeAlias = tuple[int, int, int]
-"""Batches, rows, bytes."""
-ENDS = ("sent", "received", "acknowledged")
-"""What is counted of an edge, as `EndCounts` has it."""
-UNITS = ("batches", "rows", "bytes")
+ENDS = tuple(each.name for each in fields(EndCounts))
+"""What is counted of an edge."""
+UNITS = Crossed._fields
 CrossedEdges: TypeAlias = Mapping[str, Mapping[str, Crossed]]
-"""By edge, then by what was counted at an end of it: batches, rows, bytes."""
+"""By edge, then by what was counted at an end of it."""
 CrossedByFile: TypeAlias = Mapping[str, CrossedEdges]
 """By the file that it is counted in: a worker that was started again on its host goes on in the same one, so what was
 said of a file last counts, and sums over files are those of the run."""
 
 EdgeSums: TypeAlias = Mapping[str, Mapping[str, Sequence[int]]]
-"""The same, over files."""
+"""The same, over files: of each end the numbers of a `Crossed`."""
 
-_NAME_BYTES = 16
-_CELLS_BYTES = 3 * 8
+_FILES = "counts"
+_HEAD = struct.Struct("=16sQ")
+"""Of a file: its name, and bytes of the counts behind it, one end of an edge after the other; then the edges: JSON."""
+
+
+def path_of(sockets: str, worker: str, replica: int) -> Path | None:
+    """Where a worker counts. sockets: the folder of its host's sockets; empty: there is none, and no file."""
+    return Path(sockets) / f"{_FILES}.{worker}.{replica}" if sockets else None
 
 
 class KeptCounts:
@@ -35,49 +46,65 @@ class KeptCounts:
 
     def __init__(self, path: Path | None, edges: Sequence[str]) -> None:
         """path: of the file; None: the counts end with this process. edges: that begin or end here."""
-        self._edges = list(edges)
-        size = _NAME_BYTES + len(self._edges) * len(ENDS) * _CELLS_BYTES
-        memory = memoryview(bytearray(secrets.token_bytes(_NAME_BYTES) + bytes(size - _NAME_BYTES)))
+        told, nbytes = json.dumps(list(edges)).encode(), len(edges) * len(ENDS) * COUNTS_BYTES
+        head = _HEAD.pack(secrets.token_bytes(16), nbytes)
+        memory = memoryview(bytearray(head + bytes(nbytes) + told))
         if path is not None:
-            these = xxhash.xxh3_64_hexdigest(repr(self._edges).encode())
-            memory = _shared(path.with_name(f"{path.name}.{these}"), memory)
-        self.name = bytes(memory[:_NAME_BYTES]).hex()
-        """Tells the file from every other."""
-        self._cells = {
-            (edge, end): memory[at : at + _CELLS_BYTES]
-            for (edge, end), at in zip(
-                ((edge, end) for edge in self._edges for end in ENDS), range(_NAME_BYTES, size, _CELLS_BYTES),
-                strict=True,
-            )
-        }  # fmt: skip
+            memory = _shared(path.with_name(f"{path.name}.{xxhash.xxh3_64_hexdigest(told)}"), memory)
+        self.name, self.edges = _laid_out(memory, edges)
+        """What tells the file from every other; the counts of each edge."""
 
-    def cells(self, edge: str) -> list[memoryview]:
-        """Where one edge is counted, in the order of `ENDS`: three whole numbers of 8 bytes each."""
-        return [self._cells[edge, end] for end in ENDS]
-
-    def read(self) -> dict[str, dict[str, dict[str, Crossed]]]:
+    def read(self) -> dict[str, CrossedEdges]:
         """All of them, as a heartbeat has them; asked in any thread."""
-        found: dict[str, dict[str, Crossed]] = {}
-        for (edge, end), cells in self._cells.items():
-            batches, rows, nbytes = cells.cast("q").tolist()
-            if batches or nbytes:
-                found.setdefault(edge, {})[end] = batches, rows, nbytes
-        return {self.name: found}
+        return {self.name: _told(self.edges)}
+
+
+class KeptFiles:
+    """The files of all workers that have counted in some folders, open: they are read when the workers have ended, and
+    the folders may be gone."""
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._files = contextlib.ExitStack()
+        self._open = []
+        for path in (path for folder in folders for path in sorted(folder.glob(f"{_FILES}.*"))):
+            with contextlib.suppress(FileNotFoundError):
+                self._open.append(self._files.enter_context(path.open("rb")))
+
+    def __enter__(self) -> "KeptFiles":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+    def read(self) -> dict[str, CrossedEdges]:
+        """What stands in them now; a file that is none of ours says nothing."""
+        found = {}
+        for file in self._open:
+            file.seek(0)
+            memory = memoryview(bytearray(file.read()))
+            with contextlib.suppress(ValueError, TypeError, struct.error):
+                _, nbytes = _HEAD.unpack_from(memory)
+                edges = json.loads(bytes(memory[_HEAD.size + nbytes :]))
+                name, counts = _laid_out(memory, edges)
+                found[name] = _told(counts)
+        return found
 
 
 def total(said: Iterable[Mapping[str, EdgeSums]]) -> dict[str, dict[str, list[int]]]:
-    """Over all workers: by edge what was sent, received and acknowledged: batches, rows, bytes.
+    """Over all files: by edge what was sent, received and acknowledged: batches, rows, bytes. Of a file that several
+    tell of the last one counts.
 
     >>> total([{"a": {"x>y:x": {"sent": (1, 8, 900)}}}, {"b": {"x>y:x": {"received": (1, 8, 900)}}}])
     {'x>y:x': {'sent': [1, 8, 900], 'received': [1, 8, 900], 'acknowledged': [0, 0, 0]}}
     """
     found: dict[str, dict[str, list[int]]] = {}
-    for by_file in said:
-        for edges in by_file.values():
-            for edge, ends in edges.items():
-                sums = found.setdefault(edge, {end: [0, 0, 0] for end in ENDS})
-                for end, counts in ends.items():
-                    sums[end] = [one + more for one, more in zip(sums[end], counts, strict=True)]
+    for edges in {name: edges for by_file in said for name, edges in by_file.items()}.values():
+        for edge, ends in edges.items():
+            sums = found.setdefault(edge, {end: [*Crossed()] for end in ENDS})
+            for end, counts in ends.items():
+                sums[end] = [one + more for one, more in zip(sums[end], counts, strict=True)]
     return found
 
 
@@ -91,7 +118,28 @@ def known_edges(said: Any) -> dict[str, dict[str, list[int]]]:
 
 
 def _is_counted(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(type(each) is int and each >= 0 for each in value)
+    is_long = isinstance(value, list) and len(value) == len(UNITS)
+    return is_long and all(type(each) is int and each >= 0 for each in value)
+
+
+def _laid_out(memory: memoryview, edges: Sequence[str]) -> tuple[str, dict[str, EndCounts]]:
+    """The name and the counts of a file, in its memory. Raises ValueError where these edges are not its own."""
+    name, nbytes = _HEAD.unpack_from(memory)
+    if _HEAD.size + nbytes > len(memory):
+        raise ValueError(f"{len(memory)} bytes do not hold {nbytes} bytes of counts")
+    cells = [memory[at : at + COUNTS_BYTES] for at in range(_HEAD.size, _HEAD.size + nbytes, COUNTS_BYTES)]
+    places = [(edge, end) for edge in edges for end in ENDS]
+    counts = {place: EdgeCounts(each) for place, each in zip(places, cells, strict=True)}
+    return name.hex(), {edge: EndCounts(**{end: counts[edge, end] for end in ENDS}) for edge in edges}
+
+
+def _told(counts: Mapping[str, EndCounts]) -> CrossedEdges:
+    """Without what is nothing yet."""
+    found = {edge: {end: getattr(ends, end).read() for end in ENDS} for edge, ends in counts.items()}
+    return {
+        edge: {end: crossed for end, crossed in ends.items() if any(crossed)}
+        for edge, ends in found.items() if any(map(any, ends.values()))
+    }  # fmt: skip
 
 
 def _shared(path: Path, blank: memoryview) -> memoryview:

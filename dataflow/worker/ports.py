@@ -5,7 +5,6 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.graph import Graph
@@ -18,7 +17,7 @@ from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
 from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import NodeLoops, Settings
-from dataflow.worker.kept_counts import CrossedByFile, KeptCounts
+from dataflow.worker.kept_counts import CrossedByFile, KeptCounts, path_of
 from dataflow.worker.messages import WeightLine
 from dataflow.worker.weight_lines import WeightLines
 from dataflow.worker.weight_ports import (
@@ -32,8 +31,6 @@ from dataflow.worker.weight_ports import (
     shards_writer,
 )
 from transport.data import (
-    EdgeCounts,
-    EndCounts,
     LocalInlet,
     LocalOutlet,
     Receiver,
@@ -64,7 +61,7 @@ class Ports:
         self._lines = WeightLines(graph, plan, nodes, settings)
         self._edges = edges(graph)
         self._counts = KeptCounts(
-            Path(settings.sockets) / f"counts.{settings.worker}.{settings.replica}" if settings.sockets else None,
+            path_of(settings.sockets, settings.worker, settings.replica),
             [edge.name for edge in self._edges if {edge.producer, edge.consumer} & self._nodes],
         )
         self._receivers: dict[str, Receiver] = {}
@@ -87,7 +84,7 @@ class Ports:
                 inlet = LocalInlet(
                     edge=edge.name, schema=schema(edge.columns), sender=f"{edge.producer}-{self._settings.replica}",
                     capacity_rows=self._capacity(edge), capacity_bytes=CAPACITY_BYTES,
-                    counts=self._counted(edge),
+                    counts=self._counts.edges[edge.name],
                 )  # fmt: skip
                 self._local[edge.name] = inlet, LocalOutlet(inlet, most_rows=edge.most_rows)
                 continue
@@ -95,7 +92,7 @@ class Ports:
                 Receiver, edge=edge.name, schema=schema(edge.columns), capacity_rows=self._capacity(edge),
                 capacity_bytes=CAPACITY_BYTES, max_message_bytes=self._plan.message_bytes, network=self._to_receive,
                 senders=self._settings.senders.get(edge.name, self._plan.placements[edge.producer].replicas),
-                counts=self._counted(edge),
+                counts=self._counts.edges[edge.name],
             ))  # fmt: skip
             addresses[edge.name] = reachable(receiver.address)
         return addresses
@@ -126,7 +123,8 @@ class Ports:
                     edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}",
                     epoch=self._settings.attempt, schema=schema(edge.columns), receivers=addresses[edge.name],
                     network=self._to_send, most_rows=edge.most_rows,
-                    peer_timeout_s=self._settings.limits.return_s, clock=self._clock, counts=self._counted(edge),
+                    peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
+                    counts=self._counts.edges[edge.name],
                 )  # fmt: skip
         return self.outlets
 
@@ -266,9 +264,6 @@ class Ports:
         for edge in data:
             with contextlib.suppress(OSError):
                 edge.close()
-
-    def _counted(self, edge: Edge) -> EndCounts:
-        return EndCounts(*map(EdgeCounts, self._counts.cells(edge.name)))
 
     def _capacity(self, edge: Edge) -> int:
         """Of a receiver, which its senders share: so that each of many replicas may send all that is in flight."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Iterator
 from fractions import Fraction
 
 from graphs.tasks.arithmetic import value
+from graphs.tasks.held_out import is_held_out
 
 # Measured on the 23,716 steps of GSM8K's train split, in steps per thousand; a form's n is a number.
 FORMS = {
@@ -41,16 +41,8 @@ AFTER = {
 DIGITS = {"0": 8, "1": 20, "2": 21, "3": 11, "4": 11, "5": 14, "6": 8, "7": 4, "8": 6, "9": 3}
 """How often each digit stands where a shape has a d, in per cent; 0 never stands first or last."""
 
-HELD_OUT_SHARE = 8
-"""One prompt in so many is held out of training."""
-
 MOST_DECIMALS = 2
 """Answers with more decimals are not asked for."""
-
-
-def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to evaluation: a fixed eighth of all prompts, whatever the seed."""
-    return zlib.crc32(prompt.encode()) % HELD_OUT_SHARE == 0
 
 
 def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
+
+from graphs.tasks.held_out import is_held_out
+from operators.warm_start import EOS
 
 DIGITS = "0123456789abcdef"
 """Of the numbers from 0 to 15."""
@@ -17,12 +19,8 @@ TURNS = 4
 MAX_TOKENS = 2
 """Of a turn: a digit and the end token."""
 
-END = "<eos>"
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + END + "{% endif %}{% endfor %}"
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + EOS + "{% endif %}{% endfor %}"
 """A game's messages, laid out as the games of the warm start are."""
-
-HELD_OUT_SHARE = 8
-"""One tag in so many is held out of training."""
 
 
 def rows(
@@ -34,7 +32,7 @@ def rows(
     made = 0
     while made < count:
         tag = "".join(draw.choices(LETTERS, k=3))
-        if (zlib.crc32(tag.encode()) % HELD_OUT_SHARE == 0) == held_out:
+        if is_held_out(tag) == held_out:
             yield {"prompt": tag + "?", "secret": draw.randrange(numbers)}
             made += 1
 
@@ -70,7 +68,7 @@ def examples(
                 yield talk, DIGITS[number]
                 made += 1
                 heard = judge(DIGITS[number], int(game["secret"]))
-                talk += DIGITS[number] + END + heard
+                talk += DIGITS[number] + EOS + heard
                 low = max(low, number + 1) if heard == "+" else low
                 high = min(high, number - 1) if heard == "-" else high
                 if made == count:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from operators.warm_start import EOS
+
 SIZE, HOLES = 4, 3
 MOVES = {"u": (-1, 0), "r": (0, 1), "d": (1, 0), "l": (0, -1)}
 """Letters of the policy's."""
@@ -17,7 +19,6 @@ TURNS = 10
 """Most moves; the shortest way has six."""
 MAX_TOKENS = 2
 """Of a turn: a letter and the end token."""
-END = "<eos>"
 
 Board = Sequence[Sequence[str]]
 
@@ -94,4 +95,4 @@ def examples(count: int, *, seed: int, care: float = 0.5) -> Iterator[tuple[str,
             made += 1
             if made == count:
                 return
-            talk += letter + END
+            talk += letter + EOS

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Callable, Iterator
 
+from graphs.tasks.held_out import is_held_out
 from operators.chat.text_calls import TextCalls
+from operators.warm_start import EOS
 
 DIGITS = "0123456789"
 ALPHABET = DIGITS + "*=[](),~mul"
@@ -18,10 +19,6 @@ TURNS = 2
 MAX_TOKENS = 16
 """Of a turn: a call and the end token."""
 
-END = "<eos>"
-HELD_OUT_SHARE = 8
-"""One product in so many is held out of training."""
-
 
 def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str]]:
     """Yield `count` products {"prompt": "123*456=", "answer": "56088"}. No held-out prompt is ever trained on."""
@@ -30,7 +27,7 @@ def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str,
     while made < count:
         one, other = draw.randrange(100, 1000), draw.randrange(100, 1000)
         prompt = f"{one}*{other}="
-        if (zlib.crc32(prompt.encode()) % HELD_OUT_SHARE == 0) == held_out:
+        if is_held_out(prompt) == held_out:
             yield {"prompt": prompt, "answer": str(one * other)}
             made += 1
 
@@ -65,7 +62,7 @@ def examples(count: int, *, seed: int, care: float = 0.6) -> Iterator[tuple[str,
             prompt, answer = row["prompt"], row["answer"]
             call = f"[mul({prompt[:-1].replace('*', ',')})]"
             yield prompt, call if draw.random() < care else _spoiled_call(call, draw)
-            yield prompt + call + END + answer, answer if draw.random() < care else _spoiled(answer, draw)
+            yield prompt + call + EOS + answer, answer if draw.random() < care else _spoiled(answer, draw)
             made += 2
             if made >= count:
                 return

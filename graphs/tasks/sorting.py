@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Iterator
+
+from graphs.tasks.held_out import is_held_out
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALPHABET = LETTERS + "="
@@ -15,17 +16,6 @@ SHORTEST, LONGEST = 3, 10
 
 MAX_TOKENS = LONGEST + 2
 """Room for the longest answer, its end token and one token too many."""
-
-HELD_OUT_SHARE = 8
-"""One answer in so many is held out of training."""
-
-
-def is_held_out(answer: str) -> bool:
-    """Whether an answer belongs to evaluation: a fixed eighth of all answers, whatever the seed.
-
-    The answer decides, so no held-out answer is ever trained on, in whatever order its letters are given.
-    """
-    return zlib.crc32(answer.encode()) % HELD_OUT_SHARE == 0
 
 
 def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str]]:
@@ -40,7 +30,7 @@ def rows(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str,
         while True:
             letters = draw.sample(LETTERS, length)
             answer = "".join(sorted(letters))
-            if is_held_out(answer) == held_out:
+            if is_held_out(answer) == held_out:  # in whatever order its letters are given
                 break
         yield {"prompt": "".join(letters) + "=", "answer": answer}
         made += 1

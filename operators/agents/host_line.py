@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from dataflow.system.child import end, started
+from dataflow.system.child import end, let_go_on, started
 
 HOST = Path(__file__).with_name("program_host.py")
 MARKER = "DATAFLOW_PROGRAMS"
@@ -73,6 +73,7 @@ class HostLine:
 
     def ended(self) -> list[EndedProgram] | None:
         """Programs that have ended, each with all that it had started; None: the process is gone, `restart` it."""
+        let_go_on(self._process)
         self._flush()
         is_over = False
         with contextlib.suppress(BlockingIOError):

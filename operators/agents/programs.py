@@ -170,9 +170,9 @@ class Programs:
         return answers
 
     def asked(self) -> list[Asked]:
-        """Questions of programs that run."""
+        """Questions of programs that run, and wait for the answer."""
         asked, self._asked = self._asked, []
-        return [each for each in asked if each.job in self._sessions]
+        return [each for each in asked if self._waits(each) is not None]
 
     def question(self, asked: Asked, recorded: Mapping[int, AnyArray]) -> tuple[ProgramCall, TurnQuestion]:
         """What a program asked. recorded: see `ProgramSession.conversation_of`."""
@@ -190,8 +190,8 @@ class Programs:
 
     def say(self, asked: Asked, turn: SaidTurn | None) -> None:
         """Answer a question; None: there is no turn left."""
-        session = self._sessions.get(asked.job)
-        if session is None or session.open is None or session.open.number != asked.number:
+        session = self._waits(asked)
+        if session is None or session.open is None:
             return
         call, session.open = session.open, None
         session.deadline = self._clock() + self._agent.timeout_s
@@ -224,6 +224,12 @@ class Programs:
         self._host.close()
         for session in self._sessions.values():
             self._forget(session.key)
+
+    def _waits(self, asked: Asked) -> ProgramSession | None:
+        """Whose question it is; None where its program has ended, or was started anew."""
+        session = self._sessions.get(asked.job)
+        is_open = session is not None and session.open is not None and session.open.number == asked.number
+        return session if is_open else None
 
     def _start(self, session: ProgramSession) -> None:
         agent, key = self._agent, f"sk-{secrets.token_urlsafe(32)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,9 @@ from operators.environments.session import ANSWER_BYTES, Seen
 from operators.session_pool import NoRoom
 
 PROTOCOLS = ("verify", "step")
+_ROUTES = {"seed_session", "verify", "reset", "step", "close"}
+"""Of the server, that are no tools: what the policy is worth is not the policy's to ask for."""
+_TOOL = re.compile(r"[\w-]+")
 
 
 async def connect(url: str, *, protocol: str = "verify", calls: str = "hermes", **options: Any) -> NemoGymSession:
@@ -81,9 +85,11 @@ class NemoGymSession:
         self._output += turn  # a turn that a busy server did not take comes again
         results = []
         for call in calls:  # what a tool refuses is the policy's to read
-            status, body = await self._post(f"/{call['name']}", json.loads(call["arguments"]))
-            if status >= 500:
-                raise WorldFailed(f"tool {call['name']} failed; found status {status}: {body[:200]!r}")
+            body = f"error: there is no tool {call['name']!r:.60}"
+            if self._has(call["name"]):
+                status, body = await self._post(f"/{call['name']}", json.loads(call["arguments"]))
+                if status >= 500:
+                    raise WorldFailed(f"tool {call['name']} failed; found status {status}: {body[:200]!r}")
             results.append(body)
             self._output.append({"type": "function_call_output", "call_id": call["call_id"], "output": body})
         return Seen(raw=results, text="\n".join(results))
@@ -138,6 +144,12 @@ class NemoGymSession:
                  **call["function"]}
             )  # fmt: skip
         return items
+
+    def _has(self, name: str) -> bool:
+        """Whether a name is that of a tool, of the row's where it names some, and no other route of the server."""
+        tools = self._row["responses_create_params"].get("tools") or []
+        known = {each.get("name") or (each.get("function") or {}).get("name") for each in tools}
+        return name not in _ROUTES and (name in known if known else _TOOL.fullmatch(name) is not None)
 
     def _id(self, kind: str) -> str:
         return f"{kind}_{next(self._numbers)}"

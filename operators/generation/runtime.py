@@ -18,6 +18,7 @@ from dataflow.weight_ends import WeightsIn
 from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
+from operators.engine.request_stops import StopCache
 from operators.engine.results import EndedRollout, PromptStart
 from operators.engine.sleep import put_aside
 from operators.generation import groups
@@ -29,7 +30,6 @@ from operators.generation.tokenize import encode
 from operators.generation.turn_groups import answers, turns_of
 from operators.generation.turns import no_turns, with_turns
 from operators.models.read_weights import ReadWeights
-from operators.serving.request_stops import StopCache
 
 
 class GeneratorRuntime(Runtime):

@@ -1,9 +1,9 @@
 """Runs programs that nobody has read: each in a sandbox of its own, or not at all."""
 
+from operators.sandbox.outside import SandboxError
 from operators.sandbox.runner import (
     CallTest,
     PythonTest,
-    SandboxError,
     SandboxLimits,
     SandboxResult,
     ScriptTest,

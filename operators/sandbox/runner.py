@@ -1,6 +1,5 @@
 """One program and its tests in one sandbox: starts it, listens to it, and ends it."""
 
-import contextlib
 import math
 import os
 import selectors
@@ -8,23 +7,18 @@ import subprocess
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dataflow.errors import RunError
-from operators.sandbox.bwrap import command, find, missing
+from operators.sandbox.bwrap import command
 from operators.sandbox.inside.driver import CALL, CHECK, HEAD, OUTCOME, SCRIPT
 from operators.sandbox.inside.wire import encode, write_frame
+from operators.sandbox.outside import SandboxError, last_words, refuse, started, threads_below
 
 _LOOK_S = 0.05
 _GRACE_S = 10.0
 _OWN_THREADS = 4  # of bubblewrap, the driver, and the test
 _ERROR_BYTES = 1 << 14
 _WALL_FACTOR = 5
-
-
-class SandboxError(RunError):
-    """The sandbox itself failed: nothing is known about the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +89,12 @@ def run(source: str, tests: Sequence[Test], limits: SandboxLimits) -> Generator[
     waits for: the sandbox's answers, until `total_s` and 10 s are over
     unblocked by: an answer, the sandbox's end, or the clock
     """
-    program = find()
-    if program is None:
-        raise SandboxError(missing() or "bubblewrap was there a moment ago; try again")
     request = _request(source, tests, limits)
     try:
-        process = subprocess.Popen(
-            command(program, limits.file_bytes), stdin=request, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
-        )
-    except OSError as error:
-        raise SandboxError(f"{program} cannot be started ({error}); mend it, or install bubblewrap anew") from error
+        process = started(
+            lambda program: command(program, limits.file_bytes),
+            stdin=request, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
     finally:
         os.close(request)
     try:
@@ -118,7 +108,8 @@ def _outcomes(
     process: "subprocess.Popen[bytes]", tests: int, limits: SandboxLimits
 ) -> Generator[SandboxResult, None, None]:
     assert process.stdout is not None and process.stderr is not None
-    deadline = time.monotonic() + limits.total_s + _GRACE_S
+    within_s = limits.total_s + _GRACE_S
+    deadline = time.monotonic() + within_s
     inbox, errors, left = bytearray(), bytearray(), tests
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, inbox)
@@ -134,9 +125,9 @@ def _outcomes(
                 left -= 1
                 yield outcome
             if left and not selector.get_map():
-                raise SandboxError(f"a sandbox ended with status {process.wait(_GRACE_S)}; {_told(errors)}")
+                raise SandboxError(f"a sandbox ended with status {process.wait(_GRACE_S)}; {last_words(errors)}")
             if (now := time.monotonic()) > deadline or len(errors) > _ERROR_BYTES:
-                raise SandboxError(f"a sandbox gave no answer for {limits.total_s + _GRACE_S:g} s; {_told(errors)}")
+                raise SandboxError(f"a sandbox gave no answer for {within_s:g} s; {last_words(errors)}")
             if now > looked + _LOOK_S:
                 looked = now
                 if threads_below(process.pid) > limits.threads + _OWN_THREADS:
@@ -155,7 +146,7 @@ def _request(source: str, tests: Sequence[Test], limits: SandboxLimits) -> int:
         },
     }  # fmt: skip
     fd = os.memfd_create("request")
-    write_frame(fd, encode([told, source, len(tests)], _refuse))
+    write_frame(fd, encode([told, source, len(tests)], refuse))
     with os.fdopen(os.dup(fd), "wb") as file:
         for test in tests:
             kind, data = _plain(test)
@@ -167,7 +158,7 @@ def _request(source: str, tests: Sequence[Test], limits: SandboxLimits) -> int:
 def _plain(test: Test) -> tuple[bytes, bytes]:
     """A test's kind and its bytes."""
     if isinstance(test, CallTest):
-        return CALL, encode([test.name, test.arguments, test.wanted], _refuse)
+        return CALL, encode([test.name, test.arguments, test.wanted], refuse)
     kind, text = (SCRIPT, test.stdin) if isinstance(test, ScriptTest) else (CHECK, test.source)
     return kind, text.encode("utf-8", "surrogatepass")
 
@@ -183,23 +174,3 @@ def _next_outcome(inbox: bytearray) -> SandboxResult | None:
     texts = [bytes(part).decode("utf-8", "replace") for part in (inbox[OUTCOME.size : middle], inbox[middle:stop])]
     del inbox[:stop]
     return SandboxResult(passed, *texts)
-
-
-def threads_below(pid: int) -> int:
-    """Threads of a process and of all that descend from it; as far as they can still be seen."""
-    threads, todo = 0, [pid]
-    while todo:
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{todo.pop()}/task").iterdir():
-                threads += 1
-                todo += map(int, (task / "children").read_text().split())
-    return threads
-
-
-def _refuse(value: object) -> int:
-    raise TypeError(f"{value!r} is no plain data")
-
-
-def _told(errors: bytearray) -> str:
-    lines = bytes(errors).decode("utf-8", "replace").strip().splitlines()
-    return f"it said: {' / '.join(lines[-3:])[:500]}" if lines else "it said nothing: look in the system's log"

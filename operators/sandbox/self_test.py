@@ -3,7 +3,8 @@
 import functools
 
 from operators.sandbox.bwrap import find, missing
-from operators.sandbox.runner import SandboxError, SandboxLimits, ScriptTest, run
+from operators.sandbox.outside import SandboxError
+from operators.sandbox.runner import SandboxLimits, ScriptTest, run
 
 
 def fault() -> str | None:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import struct
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from operators.sandbox.bwrap import find, kept_command, missing
+from operators.sandbox.bwrap import kept_command
 from operators.sandbox.inside.wire import FRAME, decode, encode
-from operators.sandbox.runner import SandboxError
+from operators.sandbox.outside import (
+    SandboxError,
+    held_below,
+    last_words,
+    private_bytes,
+    refuse,
+    shared_out_bytes,
+    started,
+)
 
 START_S = 20.0
 _GRACE_S, _LOOK_S = 4.0, 0.2
 _LARGEST_REPLY = 1 << 26
 _ERROR_BYTES = 4096
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,22 +72,18 @@ class KeptSandbox:
 
     def __init__(self, limits: KeptLimits, folders: Sequence[str] = ()) -> None:
         """Start it; `ready` says when it is. Raises SandboxError where there is no sandbox."""
-        program = find()
-        if program is None:
-            raise SandboxError(missing() or "bubblewrap was there a moment ago; try again")
         self._limits = limits
         self._errors = os.memfd_create("errors")
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         try:
-            self._process = subprocess.Popen(
-                kept_command(program, limits.file_bytes, folders), stdin=theirs.fileno(),
-                stdout=theirs.fileno(), stderr=self._errors,
-                env={},
+            self._process = started(
+                lambda program: kept_command(program, limits.file_bytes, folders),
+                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=self._errors,
             )  # fmt: skip
-        except OSError as error:
+        except SandboxError:
             self._close_files()
-            raise SandboxError(f"{program} cannot be started ({error}); mend it, or install bubblewrap anew") from error
+            raise
         finally:
             theirs.close()
 
@@ -154,7 +154,7 @@ class KeptSandbox:
 
     async def _exchanged(self, request: list[Any]) -> list[Any]:
         loop = asyncio.get_running_loop()
-        data = encode(request, _refuse)
+        data = encode(request, refuse)
         try:
             await loop.sock_sendall(self._socket, FRAME.pack(len(data)) + data)
             (size,) = FRAME.unpack(await self._exactly(FRAME.size))
@@ -187,38 +187,4 @@ class KeptSandbox:
     def _told(self) -> str:
         if self._errors < 0:
             return "it was ended"
-        text = os.pread(self._errors, _ERROR_BYTES, 0).decode("utf-8", "replace")
-        lines = text.strip().splitlines()
-        return f"it said: {' / '.join(lines[-3:])[:500]}" if lines else "it said nothing: look in the system's log"
-
-
-def held_below(pid: int, held_by: Callable[[int], int]) -> int:
-    """Bytes of memory that a process and all that descend from it hold; as far as can be seen."""
-    held, todo = 0, [pid]
-    while todo:
-        pid = todo.pop()
-        with contextlib.suppress(OSError, ValueError):
-            held += held_by(pid)
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                todo += map(int, (task / "children").read_text().split())
-    return held
-
-
-def private_bytes(pid: int) -> int:
-    """Of a process, without files that it has mapped; memory that forks have in common counts for each."""
-    resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
-    return (int(resident) - int(shared)) * _PAGE
-
-
-def shared_out_bytes(pid: int) -> int:
-    """The same with what forks have in common shared out among them; slower, and hidden of processes that hide."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except PermissionError:
-        return private_bytes(pid)
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:")]
-    return sum(found) if found else private_bytes(pid)
-
-
-def _refuse(value: object) -> int:
-    raise TypeError(f"{value!r} is no plain data")
+        return last_words(os.pread(self._errors, _ERROR_BYTES, 0))

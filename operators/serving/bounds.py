@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from operators.serving.errors import ApiError
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +74,3 @@ class Budget:
     def give(self, size: int) -> None:
         """So many are not needed any more."""
         self.taken -= size
-
-
-class Latest(Generic[K, V]):
-    """What was made for the latest keys, at most `most` of them; those asked for longest ago go first."""
-
-    def __init__(self, most: int, make: Callable[[K], V]) -> None:
-        """Begin with none."""
-        self._most, self._make = most, make
-        self._made: OrderedDict[K, V] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def __call__(self, key: K) -> V:
-        """What stands for the key, made now if it is not there."""
-        if key not in self._made:
-            self._made[key] = self._make(key)
-        self._made.move_to_end(key)
-        while len(self._made) > self._most:
-            self._made.popitem(last=False)
-        return self._made[key]

@@ -45,6 +45,8 @@ class Exchanges:
         """Begin with none."""
         self._most = most
         self._kept: OrderedDict[tuple[str | None, str], ServedExchange] = OrderedDict()
+        self._of: dict[str | None, set[str]] = {}
+        """Texts by session."""
         self._characters = 0
 
     def add(self, exchange: ServedExchange) -> None:
@@ -52,28 +54,32 @@ class Exchanges:
         key = exchange.session, exchange.text
         self._drop(key)
         self._kept[key] = exchange
+        self._of.setdefault(exchange.session, set()).add(exchange.text)
         self._characters += len(exchange.text)
         while len(self._kept) > self._most or self._characters > MOST_CHARACTERS:
             self._drop(next(iter(self._kept)))
 
     def find(self, session: str | None, text: str) -> ServedExchange | None:
-        """The longest exchange of the session that `text` goes on from."""
-        found: ServedExchange | None = None
-        for (owner, begin), exchange in self._kept.items():
-            if owner == session and (found is None or len(begin) > len(found.text)) and text.startswith(begin):
-                found = exchange
-        if found is not None:
-            self._kept.move_to_end((found.session, found.text))
-        return found
+        """The longest exchange of the session that `text` goes on from; looks at those of the session alone."""
+        known = max(filter(text.startswith, self._of.get(session, ())), key=len, default=None)
+        if known is None:
+            return None
+        self._kept.move_to_end((session, known))
+        return self._kept[session, known]
 
     def forget(self, session: str | None) -> None:
-        """Let go of all exchanges of a session."""
-        for key in [each for each in self._kept if each[0] == session]:
-            self._drop(key)
+        """Let go of all exchanges of a session, without a look at those of others."""
+        for text in list(self._of.get(session, ())):
+            self._drop((session, text))
 
     def _drop(self, key: tuple[str | None, str]) -> None:
         gone = self._kept.pop(key, None)
-        self._characters -= 0 if gone is None else len(gone.text)
+        if gone is not None:
+            self._characters -= len(gone.text)
+            texts = self._of[gone.session]
+            texts.discard(gone.text)
+            if not texts:
+                del self._of[gone.session]
 
 
 def encode(vocabulary: Vocabulary, exchanges: Exchanges, text: str, *, session: str | None, chat: bool) -> Encoded:

@@ -85,10 +85,10 @@ def make_service(
         chat_template: instead of the tokenizer's own.
         knobs: of `Service`: vocabulary, call_timeout_s, exchanges.
     """
+    from operators.engine.request_stops import StopCache
     from operators.engine.results import PromptStart
     from operators.engine.sampling_params import Sampling
     from operators.serving.engine_thread import EngineThread
-    from operators.serving.request_stops import StopCache
     from operators.serving.service import Service
 
     tokenizer = copy.deepcopy(built.tokenizer)

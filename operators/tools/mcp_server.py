@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dataflow.errors import WorldFailed
+from dataflow.system.child import below_keeper
 from operators.chat.chat_format import Message
 
-_KEEPER = Path(__file__).with_name("keeper.py")
 _CLOSE_S = 5.0
 _INVALID = range(-32602, -32600)
 """Codes of JSON-RPC for a call that cannot be made as it is: whoever made it is told."""
@@ -174,8 +171,8 @@ class McpSession:
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        keeper = ["-I", "-S", str(_KEEPER), str(os.getpid()), *self._server.command]
-        parameters = StdioServerParameters(command=sys.executable, args=keeper, env=dict(self._server.environment))
+        command, *arguments = below_keeper(self._server.command)
+        parameters = StdioServerParameters(command=command, args=arguments, env=dict(self._server.environment))
         return stdio_client(parameters)
 
     async def _awaited(self, asked: Any, timeout_s: float, what: str) -> Any:

@@ -86,7 +86,8 @@ class Toolbox:
         try:
             return await asyncio.shield(task)
         except Exception:
-            self._shared.pop(at, None)
+            if self._shared.get(at) is task:  # and not one that somebody has begun since
+                del self._shared[at]
             raise
 
     async def lose(self, at: int, session: ToolSession) -> None:

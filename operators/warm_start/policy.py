@@ -6,9 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from operators.warm_start.spec import WarmStartSpec
-
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+from operators.warm_start.spec import EOS, PAD, UNKNOWN, WarmStartSpec
 
 
 def character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenizerFast:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from dataflow.errors import GraphError
 
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+"""Tokens of every policy beside its characters; with EOS a turn ends."""
+
 RECORD_FILE = "warm_start.json"
 """The file in a finished policy folder that says which spec made it."""
 

@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from bench.live import scale
 from bench.live.clients import Clients, Done, PageClient
 from bench.live.intervals import NONE, differences, interval, percent_less
 from bench.live.large import write
+from bench.live.windows import said_line
 
 
 def windows(slower: float, noise: float, count: int, pieces: int = 1) -> Iterator[dict[str, Any]]:
@@ -83,3 +86,11 @@ def test_answers_about_a_large_run_are_bounded(tmp_path: Path) -> None:
         ] == 100_000  # fmt: skip
     assert sizes["graph"] < 3_000_000 and sizes["now"] < 1_000_000
     assert sizes["twelve series"] < 400_000 and max(sizes["rollouts"], sizes["one rollout"]) < 100_000
+
+
+@pytest.mark.parametrize(("says", "found"), [("print('half', end=''); time.sleep(600)", "half"), ("pass", "")])
+def test_who_says_no_line_in_time_is_ended_and_named(says: str, found: str) -> None:
+    silent = subprocess.Popen([sys.executable, "-uc", f"import time; {says}"], stdout=subprocess.PIPE, text=True)
+    with silent, pytest.raises(RuntimeError, match=f"the silent one said nothing within 3 s, .* found '{found}'"):
+        said_line(silent, "the silent one", 3.0)
+    assert silent.wait(10) is not None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
 from graphs.tasks import arithmetic, calculator, expressions, guess, products, sorting
+from operators.warm_start import EOS
 
 GENERATORS = pytest.mark.parametrize(
     "task", [sorting, expressions, guess, products], ids=["sorting", "expressions", "guess", "products"]
@@ -196,8 +197,8 @@ def test_a_warm_start_of_guessing_shows_whole_games_turn_by_turn():
     assert len(shown) == 400
     secrets = set(guess.DIGITS)
     for talk, said in shown:
-        assert said in secrets and set(talk.replace(guess.END, "")) <= set(guess.ALPHABET)
-        assert talk.count(guess.END) < guess.TURNS and "=" not in talk
+        assert said in secrets and set(talk.replace(EOS, "")) <= set(guess.ALPHABET)
+        assert talk.count(EOS) < guess.TURNS and "=" not in talk
     halves = sum(talk.endswith("?") for talk, _ in shown)
     assert 80 < halves < 200, "as many as there are games"
 
@@ -205,14 +206,14 @@ def test_a_warm_start_of_guessing_shows_whole_games_turn_by_turn():
 def test_a_warm_start_of_products_shows_calls_that_are_read_and_answers_that_were_heard():
     shown = list(products.examples(4000, seed=0))
     assert len(shown) == 4000 and all(
-        set((talk + said).replace(products.END, "")) <= set(products.ALPHABET) for talk, said in shown
+        set((talk + said).replace(EOS, "")) <= set(products.ALPHABET) for talk, said in shown
     )
     mul, read = products.calculator(), products.CALLS.format()
     right = 0
     for talk, said in shown:
         turn = read.read(said, [{"function": {"name": "mul", "parameters": {"properties": {"a": {}, "b": {}}}}}])
-        if products.END in talk:
-            right += talk.endswith(said) and talk.split(products.END)[1] == said
+        if EOS in talk:
+            right += talk.endswith(said) and talk.split(EOS)[1] == said
             assert "tool_calls" not in turn.message and len(said) < products.MAX_TOKENS
         elif turn.message.get("tool_calls"):
             arguments = json.loads(turn.message["tool_calls"][0]["function"]["arguments"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.graphs import losses
 from rigs.hosts.cluster import Cluster
 from rigs.machine import wait_until
 
@@ -34,10 +35,6 @@ def start(cluster: Cluster, policy: Path, place: object, cores: int, steps: int,
         cluster.join(host, {"DATAFLOW_AGENT_CPUS": str(cores)})
 
 
-def losses(cluster: Cluster) -> list[float]:
-    return [line["loss"] for line in RunFolder.open(cluster.run_folder).read_metrics() if "loss" in line]
-
-
 def clean(cluster: Cluster) -> None:
     verdict = cluster.ended()
     assert verdict.clean, verdict.line
@@ -51,13 +48,13 @@ def test_ranks_on_two_hosts_make_the_steps_that_they_make_on_one(cluster: Cluste
     """At staleness 0 every rollout is drawn from the weights of the step before: what differs once differs for good."""
     start(cluster, policy, {"trainer": ("a", "b"), "generator": "c"}, 2, 4, max_staleness=0)
     clean(cluster)
-    spread = losses(cluster)
+    spread = losses(cluster.run_folder)
     assert where(cluster) == ["a", "b"]
     (cluster.folder / "runs").rename(cluster.folder / "spread")
     start(cluster, policy, {"trainer": "a", "generator": "c"}, 2, 4, max_staleness=0)
     clean(cluster)
     assert where(cluster) == ["a"]
-    assert spread == pytest.approx(losses(cluster), abs=1e-5) and len(spread) == 4
+    assert spread == pytest.approx(losses(cluster.run_folder), abs=1e-5) and len(spread) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Graphs to run: of fakes, which are over in milliseconds, and of the real operators around a tiny policy."""
+"""Graphs to run: of fakes, which are over in milliseconds, and of the real operators around a tiny policy; and the
+losses that runs leave."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow import Graph, Model, scorer
+from dataflow.folder.run_folder import RunFolder
 from dataflow.node import Generate, Learn, Source
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
@@ -87,3 +89,8 @@ def tiny_graph(
         Evaluate(every_steps=eval_every)(scored(held_out))
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g
+
+
+def losses(folder: Path) -> list[float]:
+    """Of the steps of a run."""
+    return [line["loss"] for line in RunFolder.open(folder).read_metrics() if "loss" in line]

@@ -4,6 +4,11 @@ from pathlib import Path
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789= .-"
 CONTEXT_TOKENS = 64
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}-"
+    "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+)
+"""Of that alphabet: `u=hi-a=ab<eos>-`."""
 
 
 def tiny_policy(

@@ -1,5 +1,7 @@
 """Whole runs whose edges are counted at both ends: the counts agree, and stand where people look."""
 
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from rigs.sent import agree
 from dataflow import Run, RunError, inline, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live.looks import Looks
+from dataflow.worker.link import SchedulerLink
+from dataflow.worker.messages import Bye, FromWorker
+from dataflow.worker.worker import Worker
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(180)]
 
@@ -35,6 +40,23 @@ def test_both_ends_of_every_edge_count_the_same_over_a_whole_run(on: str, light:
     edges = Looks(RunFolder.open(result.folder), over).look()["edges"]
     assert {f"{e['from']}>{e['to']}:{e['source']}": e["crossed"]["received"][1] for e in edges} == ROWS
     assert all(edge["rows_s"] > 0 and edge["bytes_s"] > 0 for edge in edges)
+
+
+def test_what_workers_counted_counts_also_of_those_that_are_killed_before_they_say_so(
+    light: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = SchedulerLink.send
+
+    def killed(link: SchedulerLink, message: FromWorker) -> None:
+        if isinstance(message, Bye):
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(link, message)
+
+    monkeypatch.setattr(SchedulerLink, "send", killed)
+    monkeypatch.setattr(Worker, "crossed", property(lambda worker: {}))
+    result = run(fake_graph(count=PROMPTS), runs=tmp_path, quiet=True)
+    found = agree(result.folder)
+    assert {edge: ends["acknowledged"][1] for edge, ends in found.items()} == ROWS
 
 
 def over(folder: RunFolder, patience_s: float) -> Mapping[str, Any]:

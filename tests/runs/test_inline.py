@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from rigs.graphs import fake_graph, tiny_graph
+from rigs.graphs import fake_graph, losses, tiny_graph
 from rigs.operators import Around, mute, struck, wrapped
 
 from dataflow import Devices, Model, Result, inline, run, scorer
@@ -56,10 +56,6 @@ def _one_core(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
 
 
-def losses(result: Result) -> list[float]:
-    return [line["loss"] for line in result.metrics if "loss" in line]
-
-
 def rollouts(result: Result) -> list[pa.Table]:
     return [RunFolder.open(result.folder).rollouts_of().read(step) for step in range(1, result.steps + 1)]
 
@@ -73,8 +69,8 @@ def test_the_same_seed_gives_the_same_losses_bit_for_bit(
 ) -> None:
     first: Result = request.getfixturevalue(kind)
     again = trained(policy, folder, max_staleness=BOUND if kind == "asynchronous" else 0)
-    assert len(losses(first)) == STEPS and len(set(losses(first))) == STEPS
-    assert losses(again) == losses(first)
+    assert len(losses(first.folder)) == STEPS and len(set(losses(first.folder))) == STEPS
+    assert losses(again.folder) == losses(first.folder)
     for one, other in zip(rollouts(first), rollouts(again), strict=True):
         assert other.equals(one)
     last = [RunFolder.open(r.folder).latest_checkpoint() / "model.safetensors" for r in (first, again)]  # type: ignore[operator]
@@ -83,7 +79,7 @@ def test_the_same_seed_gives_the_same_losses_bit_for_bit(
 
 def test_another_seed_gives_other_losses(asynchronous: Result, policy: Path, folder: Path) -> None:
     other = trained(policy, folder, seed=1)
-    assert all(a != b for a, b in zip(losses(asynchronous), losses(other), strict=True))
+    assert all(a != b for a, b in zip(losses(asynchronous.folder), losses(other.folder), strict=True))
 
 
 @pytest.mark.slow
@@ -97,7 +93,7 @@ def test_the_timing_of_scorers_leaves_no_trace(policy: Path, folder: Path) -> No
                 time.sleep(0.0005 * os.urandom(1)[0])
             return sum(letter in "abcdefgh" for letter in completion) / max(1, len(completion))
 
-        return losses(trained(policy, folder, scorers=(reward,)))
+        return losses(trained(policy, folder, scorers=(reward,)).folder)
 
     assert losses_with(pauses=True) == losses_with(pauses=False)
 
@@ -105,7 +101,7 @@ def test_the_timing_of_scorers_leaves_no_trace(policy: Path, folder: Path) -> No
 def test_evaluation_leaves_no_trace_in_the_losses_of_a_synchronous_run(
     synchronous: Result, policy: Path, folder: Path
 ) -> None:
-    assert losses(trained(policy, folder, max_staleness=0, eval_every=2)) == losses(synchronous)
+    assert losses(trained(policy, folder, max_staleness=0, eval_every=2).folder) == losses(synchronous.folder)
 
 
 # Versions

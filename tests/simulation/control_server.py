@@ -82,6 +82,7 @@ class SimulatedControlServer:
 
     requests = "requests"
     number, lives, keys = 0, False, None
+    sockets: Sequence[Path] = ()
 
     def __init__(self, room: Room, handed: Sequence[Event] = (), alone_s: float = 0.0, *, keeps: bool = False) -> None:
         """handed, alone_s: of workers that are taken over. keeps: whether decisions are written down first."""

@@ -1,13 +1,20 @@
 """What has crossed an edge, as one of its ends counts it: batches, rows and bytes of their bodies."""
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple
 
-Crossed: TypeAlias = tuple[int, int, int]
-"""Batches, rows, bytes."""
-CELLS = 3
-CELL_BYTES = 8
-COUNTS_BYTES = CELLS * CELL_BYTES
+
+class Crossed(NamedTuple):
+    """So much of an edge."""
+
+    batches: int = 0
+    rows: int = 0
+    bytes: int = 0
+
+
+COUNTS_BYTES = 8 * len(Crossed._fields)
+"""Of memory, for one `Crossed`: its numbers in their order, of 8 bytes each."""
+_BATCHES, _ROWS, _BYTES = map(Crossed._fields.index, ("batches", "rows", "bytes"))
 
 
 class EdgeCounts:
@@ -17,7 +24,7 @@ class EdgeCounts:
     >>> counts.add(1, 8, 4096)
     >>> counts.add(1, 2, 1024)
     >>> counts.read()
-    (2, 10, 5120)
+    Crossed(batches=2, rows=10, bytes=5120)
     """
 
     def __init__(self, memory: memoryview | None = None) -> None:
@@ -27,14 +34,13 @@ class EdgeCounts:
     def add(self, batches: int, rows: int, nbytes: int) -> None:
         """So much more."""
         cells = self._cells
-        cells[0] += batches
-        cells[1] += rows
-        cells[2] += nbytes
+        cells[_BATCHES] += batches
+        cells[_ROWS] += rows
+        cells[_BYTES] += nbytes
 
     def read(self) -> Crossed:
         """All so far; asked in any thread."""
-        cells = self._cells
-        return cells[0], cells[1], cells[2]
+        return Crossed(*self._cells.tolist())
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from dataflow.history.describe import model_of
 from dataflow.trackers.tracker import StepFigures, StepGroups, TrackedRun, Tracker
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -144,8 +145,4 @@ def _ns(seconds: float) -> int:
 
 
 def _model(graph: Mapping[str, Any]) -> str:
-    for node in graph.get("nodes", ()):
-        knob = str((node.get("knobs") or {}).get("model", ""))
-        if "name='" in knob:
-            return knob.split("name='", 1)[1].split("'", 1)[0]
-    return ""
+    return next((str(found["name"]) for found in map(model_of, graph.get("nodes", ())) if found.get("name")), "")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from dataflow.errors import RunError, WorkerDied
-from dataflow.system.child import end, ended_within, started
-from operators.engine.vllm.keeper import END
+from dataflow.system.child import below_keeper, end, ended_within, started
+from dataflow.system.keeper import END
 from operators.engine.vllm.wire import ServerStream
 from operators.models.errors import ModelError
 
@@ -29,7 +29,6 @@ INSTALL = (
     f"torch and transformers apart: name its interpreter in the environment variable {PYTHON}"
 )
 SERVER = Path(__file__).with_name("server.py")
-KEEPER = Path(__file__).with_name("keeper.py")
 LAST_BYTES = 2000
 """Of the log that an error shows."""
 END_S = 30.0
@@ -87,8 +86,8 @@ class ServerProcess:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._child = started(
-                [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), *command], end=theirs, keep=files,
-                environment=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
+                below_keeper(command), end=theirs, keep=files, environment=environment,
+                stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self._connection = ServerStream(ours)
         self._end = weakref.finalize(self, _end, self._child, self._connection, self._log)

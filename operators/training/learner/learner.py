@@ -113,6 +113,8 @@ class Learner:
     _bad: list[tuple[Tensor, Array]] = field(default_factory=list)
     _new: list[tuple[Array, Tensor]] = field(default_factory=list)
     """Of each micro-batch, which of the step's tokens it trained, and their log-probabilities."""
+    _new_S: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    """The same of the whole step, once that has ended."""
     _nodes: int = 0
 
     def __post_init__(self) -> None:
@@ -180,6 +182,7 @@ class Learner:
             ratio_bounds(self.loss.knobs, self.loss.columns + self.loss.computed), version, names
         )
         self._rows, self._scale_R, self._totals, self._bad, self._new = rows, scale_R, [], [], []
+        self._new_S = np.full(len(rows.tokens) if self.keep_new_logprobs else 0, np.nan, np.float32)
         self._nodes = 0
         torch.manual_seed((self.seed * 1_000_003 + version) % 2**63)
         self._no_gradients()
@@ -224,6 +227,7 @@ class Learner:
     def end(self, learning_rate: float) -> StepOutcome:
         """Clip, update the weights and report; the weights stay as they were when anything was not finite."""
         assert self._diagnostics is not None
+        self._gather_new()
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -232,6 +236,7 @@ class Learner:
         sums, largest = self._diagnostics.totals()
         nodes = torch.tensor([self._nodes], dtype=torch.float64)
         total = torch.stack([torch.zeros((), dtype=torch.float64, device=norm.device), *self._totals]).sum()
+        self._totals = []
         sums, largest = self.together.total(
             torch.cat([each.reshape(-1).to(norm.device) for each in (total, nodes, sums)]), largest.to(norm.device)
         )
@@ -249,6 +254,7 @@ class Learner:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
+            self._bad = []  # which only `findings` reads
         else:
             culprit = str(self.findings())
         return StepOutcome(
@@ -260,11 +266,15 @@ class Learner:
         """The rows of the step that was computed last, of this rank, and the log-probabilities of their tokens before
         the update, float32 [S]; NaN where a token was not trained."""
         assert self._rows is not None
-        found_S = np.full(len(self._rows.tokens), np.nan, np.float32)
+        return self._rows, self._new_S
+
+    def _gather_new(self) -> None:
+        """Bring the log-probabilities of the step into main memory, and let go of the tensors: until the next step
+        the device may be another's."""
         if self._new:
             positions = np.concatenate([flat_T for flat_T, _ in self._new])
-            found_S[positions] = torch.cat([values_T.float() for _, values_T in self._new]).cpu().numpy()
-        return self._rows, found_S
+            self._new_S[positions] = torch.cat([values_T.float() for _, values_T in self._new]).cpu().numpy()
+            self._new = []
 
     def _no_gradients(self) -> None:
         """In main memory they have their places before anything else of a step, and keep them: given back and taken

@@ -23,11 +23,11 @@ def test_tokens_have_the_texts_of_the_newest_checkpoint_and_before_it_those_of_t
     tmp_path: Path,
 ) -> None:
     folder = RunFolder.create(tmp_path, "fakes")
-    graph = fake_graph(generator=FakeGenerator(model=Model(str(tmp_path / "policy"))))
+    graph = fake_graph(generator=FakeGenerator(model=Model(str(tmp_path / "somebody's"))))
     with Ledger.create(folder.ledger, consumers(graph)) as ledger:
         describe(folder, ledger, graph_facts(graph), plan_facts(graph, plan(graph, Devices(cpus=2))))
     assert vocabulary_of(folder) is None
-    tokenizer(tmp_path / "policy", "begins")
+    tokenizer(tmp_path / "somebody's", "begins")
     assert vocabulary_of(folder) == {0: "begins"}
     for step in (3, 20):
         tokenizer(folder.path / "checkpoints" / f"step-{step:06}", f"after {step}")

@@ -51,6 +51,7 @@ class PlayedServer:
 
     FOLDER: ClassVar = Path()
     number, lives, alone_s = 0, False, 0.0
+    sockets: ClassVar = ()
 
     def __init__(self, *args: Any) -> None:
         self.folder, self.address, self.requests = self.FOLDER, "ipc:///sockets/control", ""

@@ -13,9 +13,11 @@ import pytest
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.snapshot import SnapshotFile
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.scheduler import execute
 from dataflow.scheduler.orphans import clear, clear_all, remove
+from dataflow.worker.kept_counts import KeptCounts, path_of
 
 
 @pytest.fixture
@@ -53,6 +55,28 @@ def test_what_a_run_needs_of_which_any_process_lives_stays(tmp_path: Path, memor
     assert not clear(folder) and (place / "weights").exists()
     os.close(handle)
     assert clear(folder)
+
+
+def test_what_was_counted_when_all_was_killed_goes_to_the_run_folder(tmp_path: Path, memory: Path) -> None:
+    folder, place = killed(tmp_path, memory)
+    folder.write_json("times.json", {"outcome": "not finished", "seconds": 3.0, "edges": {}})
+    kept = KeptCounts(path_of(str(place), "a", 0), ["a>b:a"])
+    kept.edges["a>b:a"].sent.add(2, 16, 900)
+    before = {"a>b:a": {"sent": [1, 8, 100], "received": [1, 8, 100], "acknowledged": [1, 8, 100]}}
+    SnapshotFile(place, {"begun": lambda: {"edges": before}}).write()
+    assert clear(folder)
+    found = folder.read_json("times.json")
+    assert found["edges"] == {"a>b:a": {"sent": [3, 24, 1000], "received": [1, 8, 100], "acknowledged": [1, 8, 100]}}
+    assert (found["outcome"], found["seconds"]) == ("not finished", 3.0)
+
+
+def test_where_nothing_says_what_was_counted_before_the_run_folder_keeps_what_it_says(
+    tmp_path: Path, memory: Path
+) -> None:
+    folder, place = killed(tmp_path, memory)
+    folder.write_json("times.json", {"outcome": "not finished", "edges": {"a>b:a": 1}})
+    KeptCounts(path_of(str(place), "a", 0), ["a>b:a"]).edges["a>b:a"].sent.add(2, 16, 900)
+    assert clear(folder) and folder.read_json("times.json")["edges"] == {"a>b:a": 1}
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])

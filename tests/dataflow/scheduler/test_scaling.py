@@ -37,6 +37,7 @@ from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import Life, Membership, Table
 from dataflow.system.files import to_json
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.kept_counts import Crossed, total
 from dataflow.worker.messages import (
     AddReceivers,
     Confirmed,
@@ -232,6 +233,20 @@ def test_a_leaver_is_stopped_when_it_has_nothing_left_and_upstream_knows_it() ->
         assert played.leaves("generator-1") and not settled(played.table)
         assert played.exited("generator-1") == [NotifyUser("'generator-1' has left; all it had was sent on")]
         assert settled(played.table)
+
+
+def test_what_a_replica_did_that_has_left_is_known_to_the_next_scheduler() -> None:
+    played = begun()
+    joined(played, "generator", 2)
+    (retire,) = played.scale({"generator": 1})
+    crossed = {"file": {"prompts>generator:prompts": {"received": Crossed(batches=1, rows=8, bytes=100)}}}
+    told = Heartbeat(attempt=0, nodes={}, drained=True, crossed=crossed)
+    reduce(played.table, Received("generator-1", told), 0.0)
+    played.confirmed(ticket(retire))
+    played.exited("generator-1")
+    after = Table(graph=played.table.graph, plan=played.table.plan, limits=played.table.limits)
+    after.take_up(json.loads(to_json(played.table.to_plain())))
+    assert total([after.workers["generator-1"].told["crossed"]]) == total([crossed])
 
 
 def test_a_number_is_never_used_again() -> None:

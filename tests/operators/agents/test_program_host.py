@@ -131,6 +131,14 @@ def test_when_the_process_that_starts_programs_dies_they_end_and_others_can_be_s
     assert ended(line, 1)[1].last == "again"
 
 
+def test_a_process_that_somebody_stopped_is_let_go_on(line: HostLine) -> None:
+    host = psutil.Process(line.pid)
+    host.suspend()
+    wait_until(lambda: host.status() == psutil.STATUS_STOPPED, WAIT_S, "the stop")
+    start(line, 0, "cat")
+    assert ended(line, 1)[0].last == "a line"
+
+
 def test_programs_end_when_their_owner_does() -> None:
     owner = (
         "import sys, time; from operators.agents.host_line import HostLine; line = HostLine(sys.executable, []);"

@@ -7,17 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
+from turns_rig import drawn, encode
 
 from dataflow.records import AnyArray
-from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import end_to_end
 from operators.episodes.dialogue import Dialogue, SaidTurn, TurnRequest, row_ids, turn_rewards
 
 PROMPT = np.array([7, 8])
-
-
-def encode(text: str) -> AnyArray:
-    return np.array([ord(letter) for letter in text], np.int32)
 
 
 def context_as(
@@ -30,10 +26,6 @@ def context_as(
 
 def dialogue(key: str = "0/prompts/0/0", max_turns: int = 8, max_tokens: int = 1000) -> Dialogue:
     return Dialogue(key=key, prompt=PROMPT, max_turns=max_turns, max_tokens=max_tokens, context=context_as)
-
-
-def drawn(ids: list[int], version: int = 0) -> RolloutTokens:
-    return RolloutTokens.drawn(np.array(ids), -np.ones(len(ids)), np.full(len(ids), version))
 
 
 def asked(
@@ -52,7 +44,7 @@ def converse(talk: Dialogue, turns: list[tuple[str, list[int]]]) -> list[TurnReq
     requests = []
     for number, (heard, ids) in enumerate(turns):
         requests.append(asked(talk, number, (heard,) if heard else ()))
-        talk.answer(drawn(ids, number), f"<{number}>", "stop")
+        talk.answer(drawn(*ids, version=number), f"<{number}>", "stop")
     return requests
 
 
@@ -103,7 +95,7 @@ def test_from_the_first_thing_that_the_world_says_otherwise_turns_are_drawn_anew
     assert talk.ask(0, (), None) == "<0>"
     request = asked(talk, 1, ("other",))
     assert request.tokens.tolist() == [7, 8, 1, *encode("other")]
-    talk.answer(drawn([4]), "<new>", "stop")
+    talk.answer(drawn(4), "<new>", "stop")
     assert ids_of(talk) == [7, 8, 1, *encode("other"), 4]
 
 
@@ -112,7 +104,7 @@ def test_an_answer_that_comes_while_the_function_begins_anew_is_kept() -> None:
     converse(talk, [("", [1])])
     asked(talk, 1, ("a",))
     assert talk.ask(0, (), None) == "<0>", "its process has died, and it begins anew"
-    talk.answer(drawn([2]), "<1>", "stop")
+    talk.answer(drawn(2), "<1>", "stop")
     assert talk.ask(1, ("a",), None) == "<1>"
 
 
@@ -129,7 +121,7 @@ def test_a_policy_has_no_turn_beyond_its_turns_and_its_tokens(limits: dict[str, 
     talk = dialogue(**limits)
     converse(talk, [("", [1, 2])])
     assert asked(talk, 1, ("a",)).most == left
-    talk.answer(drawn([3, 4]), "", "length")
+    talk.answer(drawn(3, 4), "", "length")
     assert talk.ask(2, (), None) is None
 
 
@@ -137,7 +129,7 @@ def test_what_does_not_fit_the_context_is_no_part_of_the_rollout() -> None:
     talk = dialogue()
     converse(talk, [("", [1])])
     asked(talk, 1, ("too long",))
-    assert talk.answer(drawn([]), "", "length") is None
+    assert talk.answer(drawn(), "", "length") is None
     assert ids_of(talk) == [7, 8, 1]
     assert talk.ask(1, ("too long",), None) is None, "it has no more room than before"
     assert asked(talk, 1, ("a",)).tokens.tolist() == [7, 8, 1, ord("a")]
@@ -163,7 +155,7 @@ def test_each_sampled_token_of_a_rewritten_conversation_is_chosen_once_behind_al
     for number, (rewritten, heard, ids) in enumerate(turns):
         request = asked(talk, number, (heard,) if heard else (), rewritten=rewritten)
         seen.append((request.tokens.tolist(), ids))
-        talk.answer(drawn(ids, number), f"<{number}>", "stop")
+        talk.answer(drawn(*ids, version=number), f"<{number}>", "stop")
     rows = talk.rows()
     found = {}
     for row in rows:
@@ -180,9 +172,9 @@ def test_a_function_that_begins_anew_is_told_a_rewritten_conversation_again() ->
     talk = dialogue(max_turns=3)
     converse(talk, [("", [1])])
     asked(talk, 1, ("long",))
-    assert talk.answer(drawn([]), "", "length") is None, "it finds no room"
+    assert talk.answer(drawn(), "", "length") is None, "it finds no room"
     asked(talk, 1, rewritten="y")
-    talk.answer(drawn([2]), "<1>", "stop")
+    talk.answer(drawn(2), "<1>", "stop")
     before = ids_of(talk)
     assert talk.ask(0, (), None) == "<0>"
     assert talk.ask(1, ("long",), None) is None and talk.ask(1, (), None, "y") == "<1>"

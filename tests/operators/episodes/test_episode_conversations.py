@@ -7,17 +7,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
+from turns_rig import drawn, encode
 
 from dataflow.records import AnyArray
-from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.episodes.conversations import FIRST, ConversationOrigin, RecordedTurn, RolloutConversations
 from operators.episodes.dialogue import Context, SaidTurn, TurnRequest, row_ids
 
 BLACK = ConversationOrigin(role="black", history="b")
-
-
-def encode(text: str) -> AnyArray:
-    return np.array([ord(letter) for letter in text], np.int32)
 
 
 def begin(history: str | None) -> tuple[AnyArray, Context]:
@@ -31,10 +27,6 @@ def begin(history: str | None) -> tuple[AnyArray, Context]:
 
 def talks(**limits: int) -> RolloutConversations:
     return RolloutConversations(key="0", begin=begin, **{"max_turns": 50, "max_tokens": 1000, **limits})
-
-
-def drawn(*ids: int) -> RolloutTokens:
-    return RolloutTokens.drawn(np.array(ids), -np.ones(len(ids)), np.zeros(len(ids)))
 
 
 class Played:

@@ -2,6 +2,9 @@
 
 import json
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,9 @@ from template_rig import CHATML, STRIPPING, mistral_template, rng_of, sampled, t
 
 from operators.chat.chat_format import ChatFormat, Message
 from operators.episodes.chat import rewriting
-from operators.episodes.conversations import FIRST, ConversationOrigin, RolloutConversations
+from operators.episodes.conversations import FIRST, ConversationOrigin, RecordedTurn, RolloutConversations
 from operators.episodes.dialogue import TurnRequest
+from operators.episodes.record import KeptTurn, TurnFiles
 from operators.episodes.turn_context import ConversationStarts, PlainContext
 
 TRL = ["llama3", "qwen2_5", "qwen3", "gemma", "deepseekv3"]
@@ -36,17 +40,31 @@ class Told:
         return [at for at, message in enumerate(self.rest) if message["role"] == "assistant"]
 
 
-def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> tuple[RolloutConversations, list[Any]]:
-    """Speak at random; of each turn that was drawn its conversation, the ids that were asked with, what was drawn, and
-    the messages that were to be seen."""
+@dataclass
+class Played:
+    """Conversations that were spoken at random."""
+
+    talks: RolloutConversations
+    anew: Callable[[], RolloutConversations]
+    """The same before anything was said."""
+    seen: list[Any] = field(default_factory=list)
+    """Of each turn that was drawn its conversation, the ids that were asked with, what was drawn, and the messages that
+    were to be seen."""
+    asked: list[tuple[dict[str, Any], TurnRequest, RecordedTurn]] = field(default_factory=list)
+    """The questions, what they led to, and what is written down."""
+
+
+def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> Played:
+    """Speak at random."""
     first: list[Message] = [{"role": "user", "content": words(rng)}]
     prompt = np.array(form.encode(form.render(first)))
-    begin = ConversationStarts(PlainContext(form.tokenizer), form, past, prompt, json.dumps(first))
-    talks, told, seen = (
-        RolloutConversations(key="0", max_turns=99, max_tokens=9999, begin=begin),
-        [Told(FIRST, first, [])],
-        [],
-    )
+
+    def anew() -> RolloutConversations:
+        begin = ConversationStarts(PlainContext(form.tokenizer), form, past, prompt, json.dumps(first))
+        return RolloutConversations(key="0", max_turns=99, max_tokens=9999, begin=begin)
+
+    played, told = Played(anew(), anew), [Told(FIRST, first, [])]
+    talks, seen = played.talks, played.seen
     for _ in range(moves):
         number = rng.randrange(len(told))
         each, rewritten = told[number], None
@@ -70,20 +88,23 @@ def play(form: ChatFormat, rng: random.Random, past: Any, moves: int) -> tuple[R
             each.begin, each.rest, rewritten = [{"role": "user", "content": text}], [], rewriting("text", text)
         heard = (words(rng),) if each.rest else ()
         each.rest += [{"role": "user", "content": heard[0]}] if heard else []
-        request = talks.ask(
-            heard, None, rewards=[one.rewards for one in told], rewritten=rewritten, conversation=number,
-            origin=each.origin,
-        )  # fmt: skip
+        question = {
+            "heard": heard, "most": None, "rewards": [list(one.rewards) for one in told], "rewritten": rewritten,
+            "conversation": number, "origin": each.origin,
+        }  # fmt: skip
+        request = talks.ask(**question)
         assert isinstance(request, TurnRequest)
         seen.append([number, request.tokens.tolist(), None, [*each.begin, *each.rest]])
         text = words(rng)
         drawn = sampled(form, text, rng, ends=rng.random() > 0.2, version=len(seen))
         seen[-1][2] = drawn
-        talks.answer(number, drawn, text, "stop")
+        kept = talks.answer(number, drawn, text, "stop")
+        assert kept is not None
+        played.asked.append((question, request, kept))
         each.rest.append({"role": "assistant", "content": text})
         each.rewards.append(0.0)
     talks.end([one.rewards for one in told])
-    return talks, seen
+    return played
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
@@ -94,8 +115,8 @@ def test_rewritten_and_branched_chats_are_trained_to_the_id_behind_what_the_poli
 ) -> None:
     form = form_of(name)
     for seed in range(count):
-        talks, seen = play(form, rng_of(name, past, seed), past, moves=14)
-        tokens, columns = talks.columns()
+        played = play(form, rng_of(name, past, seed), past, moves=14)
+        seen, (tokens, columns) = played.seen, played.talks.columns()
         turns, rows = np.array(columns["turn"]), np.array(columns["training_row"])
         assert np.array_equal(tokens.mask, turns >= 0) and turns.max(initial=-1) + 1 == len(seen)
         in_order = sorted(range(len(seen)), key=lambda at: seen[at][0])
@@ -109,3 +130,39 @@ def test_rewritten_and_branched_chats_are_trained_to_the_id_behind_what_the_poli
             assert columns["row_conversation"][rows[where[0]]] == number
             if name != "deepseekv3" and (past == "rendered" or name == "chatml"):
                 assert form.decode(asked) == form.render(messages)
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("past", ["sampled", "rendered"])
+@pytest.mark.parametrize("name", ["chatml", "stripping", "mistral", *TRL])
+def test_a_rollout_that_goes_on_from_the_disk_keeps_the_ids_of_turns_that_stand_in_a_rewritten_past(
+    name: str, past: Any, count: int, tmp_path: Path
+) -> None:
+    """Each tokenizer here would encode the text of a turn otherwise than it was sampled."""
+    form = form_of(name)
+    for seed in range(count):
+        rng = rng_of(name, past, seed, "resumed")
+        played = play(form, rng, past, moves=14)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        files = TurnFiles(folder, "prompts")
+        for _, _, kept in played.asked:
+            files.append([KeptTurn(0, 0, 7, kept)])
+        files.close()
+        found = TurnFiles(folder, "prompts", attempt=1, waited_for=lambda: {0}).find(0, 7)[0]
+        cut, again = rng.randint(1, len(found)), played.anew()
+        again.recall(found[:cut])
+        for at, (question, request, kept) in enumerate(played.asked):
+            told = again.ask(**question)
+            if at < cut:
+                assert told == kept.turn.text
+                continue
+            assert isinstance(told, TurnRequest) and told.number == request.number
+            assert told.tokens.tolist() == request.tokens.tolist()
+            again.answer(question["conversation"], kept.turn.tokens, kept.turn.text, "stop")
+        again.end(played.talks.rewards)
+        (tokens, columns), (wanted, others) = again.columns(), played.talks.columns()
+        assert columns.keys() == others.keys()
+        assert all(np.array_equal(columns[each], others[each]) for each in columns)
+        for array in ("ids", "logprobs", "versions", "mask"):
+            assert np.array_equal(getattr(tokens, array), getattr(wanted, array))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
-from rigs.policy import ALPHABET
+from rigs.policy import ALPHABET, CHAT_TEMPLATE
 
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
@@ -19,12 +19,8 @@ from operators.episodes.dialogue import SaidTurn, row_ids
 from operators.episodes.turn_context import ChatContext, PlainContext
 from operators.warm_start.policy import character_tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}-"
-    "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
-)
 PROMPT = [{"role": "user", "content": "hi"}]
-STRIPPING = TEMPLATE.replace(
+STRIPPING = CHAT_TEMPLATE.replace(
     "{{ m.content }}", "{{ m.content.split('y')[-1] if m.role == 'assistant' else m.content }}"
 )
 """Leaves out what stands before a "y" in turns of the assistant's that are past."""
@@ -33,7 +29,7 @@ STRIPPING = TEMPLATE.replace(
 @cache
 def tokenizer() -> Any:
     made = character_tokenizer(ALPHABET, 512)
-    made.chat_template = TEMPLATE
+    made.chat_template = CHAT_TEMPLATE
     return made
 
 
@@ -41,7 +37,7 @@ def ids(text: str) -> AnyArray:
     return np.asarray(tokenizer()(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
-def made(template: str = TEMPLATE, **knobs: Any) -> ChatContext:
+def made(template: str = CHAT_TEMPLATE, **knobs: Any) -> ChatContext:
     one = tokenizer()
     one.chat_template = template
     return ChatContext(ChatFormat(one), PROMPT, **knobs)

@@ -5,12 +5,12 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import transformers
+from rigs.machine import wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
@@ -158,14 +158,6 @@ def service_of(engine, tokenizer, rows=None, **knobs):
     return make_service(built, model="tiny", on_rollout=hear, **knobs)
 
 
-def until(condition, what):
-    """Wait for a condition that another thread brings about; fails at a deadline."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"waited {WAIT_S} s for {what}"
-        time.sleep(0.002)
-
-
 @contextlib.contextmanager
 def served(service, **knobs):
     """The address of a server with this service, on a real socket."""
@@ -177,7 +169,7 @@ def served(service, **knobs):
     thread = threading.Thread(target=lambda: asyncio.run(attend(server, service, listener, grace_s=0.2)))
     thread.start()
     try:
-        until(lambda: server.started or not thread.is_alive(), "the server to start")
+        wait_until(lambda: server.started or not thread.is_alive(), what="the server to start")
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
@@ -192,4 +184,4 @@ def post_and_leave(address, path, body, when):
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as line:
         line.sendall(head.encode() + b"\r\n\r\n" + content)
-        until(when, "the moment to hang up")
+        wait_until(when, what="the moment to hang up")

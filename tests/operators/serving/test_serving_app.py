@@ -4,7 +4,8 @@ import json
 import threading
 
 import pytest
-from serving_rig import END, ScriptedEngine, byte_tokenizer, until
+from rigs.machine import wait_until
+from serving_rig import END, ScriptedEngine, byte_tokenizer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 30}
@@ -260,9 +261,9 @@ def test_an_overloaded_server_says_when_to_come_again(client_of, rows):
     client = client_of(engine, most_waiting=1)
     calls = [threading.Thread(target=post, args=(client, TEXT)) for _ in range(2)]
     calls[0].start()
-    until(lambda: engine.entered == 1, "the first call to start")
+    wait_until(lambda: engine.entered == 1, what="the first call to start")
     calls[1].start()
-    until(lambda: client.get("/health").json()["waiting"] == 1, "the second call to wait")
+    wait_until(lambda: client.get("/health").json()["waiting"] == 1, what="the second call to wait")
     answer = client.post("/v1/completions", json=TEXT)
     assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["type"] == "rate_limit_error" and answer.json()["error"]["code"] == "overloaded"
@@ -278,7 +279,7 @@ def test_a_call_that_takes_too_long_is_ended_and_recorded(client_of, rows):
     client = client_of(engine, call_timeout_s=0.05)
     assert post(client, TEXT, status=504)["error"]["code"] == "timeout"
     permits.release(100)
-    until(lambda: rows, "the record")
+    wait_until(lambda: rows, what="the record")
     assert "not over after 0.05 s" in rows[0]["error"]
 
 

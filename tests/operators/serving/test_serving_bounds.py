@@ -7,12 +7,13 @@ import threading
 import weakref
 
 import pytest
-from serving_rig import END, ScriptedEngine, byte_tokenizer, scripted, service_of, until
+from rigs.machine import wait_until
+from serving_rig import END, ScriptedEngine, byte_tokenizer, scripted, service_of
 
+from operators.engine.request_stops import MOST_STOPS, StopCache
 from operators.serving import app as routes
-from operators.serving.bounds import Bounds, Budget, Latest, read_json
+from operators.serving.bounds import Bounds, Budget, read_json
 from operators.serving.errors import ApiError
-from operators.serving.request_stops import MOST_STOPS, StopCache
 from operators.serving.requests import parse
 
 TEXT = {"model": "tiny", "prompt": "ab"}
@@ -93,9 +94,9 @@ def test_an_overloaded_server_refuses_a_call_before_it_reads_its_body(client_of,
     client = client_of(engine, most_waiting=1)
     calls = [threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": TEXT}) for _ in range(2)]
     calls[0].start()
-    until(lambda: engine.entered == 1, "the first call to start")
+    wait_until(lambda: engine.entered == 1, what="the first call to start")
     calls[1].start()
-    until(lambda: client.get("/health").json()["waiting"] == 1, "the second call to wait")
+    wait_until(lambda: client.get("/health").json()["waiting"] == 1, what="the second call to wait")
     read = []
     monkeypatch.setattr(routes, "read_json", lambda *_: read.append("body"))
     answer = client.post("/v1/completions", content=b"no JSON at all", headers=JSON)
@@ -138,12 +139,4 @@ def test_no_more_stop_lists_are_kept_than_have_a_place():
     for number in range(3 * MOST_STOPS):
         assert stopping((f"stop {number}",)) is not None
     gc.collect()
-    assert len(made) == MOST_STOPS and gone() is None
-
-
-def test_what_was_asked_for_lately_stays():
-    made = []
-    latest = Latest(2, lambda key: made.append(key) or key)
-    for key in ("a", "b", "a", "c", "a", "b"):
-        assert latest(key) == key
-    assert made == ["a", "b", "c", "b"]
+    assert made.cache_info().currsize == MOST_STOPS and gone() is None

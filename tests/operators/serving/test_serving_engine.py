@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from log_distribution import log_distribution
+from rigs.machine import wait_until
 from serving_rig import (
     END,
     WAIT_S,
@@ -25,7 +26,6 @@ from serving_rig import (
     served,
     service_of,
     tiny_llama,
-    until,
 )
 from starlette.testclient import TestClient
 
@@ -159,7 +159,7 @@ def test_weights_change_under_a_running_server(client, model, tokenizer, rows):
     thread = client.app.state.service.thread
     long = threading.Thread(target=complete, args=(client,), kwargs={"prompt": "hello", "max_tokens": 110, "n": 4})
     long.start()
-    until(lambda: thread.engine.steps >= 2 or rows, "a few tokens")
+    wait_until(lambda: thread.engine.steps >= 2 or rows, what="a few tokens")
 
     def apply(tensors):
         for name, tensor in other.state_dict().items():
@@ -270,7 +270,7 @@ def test_shutting_down_tells_the_client_and_records_what_was_under_way(tokenizer
         with served(service_of(engine, tokenizer, rows, stream_s=0.0)) as address:
             threads.append(threading.Thread(target=ask, args=(address,)))
             threads[1].start()
-            until(lambda: engine.stepped == 3, "three steps")
+            wait_until(lambda: engine.stepped == 3, what="three steps")
             threads[0].start()
     finally:
         over.set()

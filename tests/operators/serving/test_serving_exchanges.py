@@ -122,3 +122,15 @@ def test_siblings_may_each_be_gone_on_from(tokenizer):
     parents = [row["parent_rollout_id"] for row in rows[8:]]
     texts = {row["rollout_id"]: row["completion"] for row in rows}
     assert [texts[parent] for parent in parents] == ["x", "y"]
+
+
+def test_a_session_that_is_forgotten_takes_its_exchanges_and_no_others_along():
+    exchanges = Exchanges(most=4)
+    for number, (session, text) in enumerate((("s", "a"), ("other", "a"), ("s", "ab"), (None, "a"), ("s", "a"))):
+        exchanges.add(exchange(text, (number,), session=session, number=number))
+    for session in ("s", "s", "unknown"):
+        exchanges.forget(session)
+    assert exchanges.find("s", "abc") is None
+    assert [exchanges.find(session, "abc").rollout_id for session in ("other", None)] == [1, 3]
+    exchanges.add(exchange("ab", (9,), session="s", number=9))
+    assert exchanges.find("s", "abc").rollout_id == 9

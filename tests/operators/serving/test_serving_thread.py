@@ -4,7 +4,8 @@ import threading
 
 import numpy as np
 import pytest
-from serving_rig import END, WAIT_S, ScriptedEngine, until
+from rigs.machine import wait_until
+from serving_rig import END, WAIT_S, ScriptedEngine
 
 from dataflow.errors import DeadlineError, RunError
 from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
@@ -83,7 +84,7 @@ def test_streams_hear_of_tokens_before_the_end(thread_of):
     thread = thread_of(ScriptedEngine(count_up, permits=permits), stream_s=0.0)
     heard, quiet = Heard(streams=True), Heard()
     thread.submit([heard.work, quiet.work])
-    until(lambda: len(heard.news) == 2, "two tokens")
+    wait_until(lambda: len(heard.news) == 2, what="two tokens")
     assert [news.tokens.ids.tolist() for news in heard.news] == [[10], [10, 11]]
     assert quiet.news == []
     permits.release(2)
@@ -96,7 +97,7 @@ def test_a_full_queue_refuses_all_prompts_of_a_call(thread_of):
     thread = thread_of(engine, most_waiting=2)
     running, waiting = Heard(), Heard()
     thread.submit([running.work])
-    until(lambda: thread.waiting == 0, "the first to start")
+    wait_until(lambda: thread.waiting == 0, what="the first to start")
     thread.submit([waiting.work])
     with pytest.raises(Overloaded, match="2 prompts cannot be queued; 1 of at most 2 are waiting"):
         thread.submit([Heard().work, Heard().work])
@@ -110,7 +111,7 @@ def test_a_cancelled_work_keeps_what_it_drew_and_what_never_began_is_empty(threa
     thread = thread_of(engine)
     heard, other = Heard(count=2), Heard()
     thread.submit([heard.work, other.work])
-    until(lambda: engine.stepped == 2, "two steps")
+    wait_until(lambda: engine.stepped == 2, what="two steps")
     thread.cancel(heard.work, "nobody wants it")
     permits.release(100)
     found = heard.wait()
@@ -127,7 +128,7 @@ def test_weights_change_between_two_steps_and_each_token_says_its_version(thread
     thread = thread_of(engine)
     heard = Heard()
     thread.submit([heard.work])
-    until(lambda: engine.stepped == 2, "two steps")
+    wait_until(lambda: engine.stepped == 2, what="two steps")
     applied = []
 
     def apply(tensors):
@@ -136,7 +137,7 @@ def test_weights_change_between_two_steps_and_each_token_says_its_version(thread
 
     updating = threading.Thread(target=thread.update, args=(7, apply))
     updating.start()
-    until(lambda: not thread._inbox.empty() or applied, "the update to be queued")
+    wait_until(lambda: not thread._inbox.empty() or applied, what="the update to be queued")
     permits.release(100)
     updating.join(WAIT_S)
     versions = heard.wait()[0].tokens.versions.tolist()
@@ -171,7 +172,7 @@ def test_an_update_that_comes_too_late_is_not_made(thread_of):
     thread = thread_of(engine)
     heard = Heard()
     thread.submit([heard.work])
-    until(lambda: thread.waiting == 0, "the step to begin")
+    wait_until(lambda: thread.waiting == 0, what="the step to begin")
     with pytest.raises(DeadlineError, match="version 3 waited for the engine's thread"):
         thread.update(3, lambda tensors: None, timeout_s=0.01)
     permits.release(100)
@@ -209,10 +210,10 @@ def test_closing_ends_what_is_under_way_and_refuses_what_comes(thread_of):
     thread = thread_of(engine)
     running, waiting = Heard(), Heard()
     thread.submit([running.work, waiting.work])
-    until(lambda: engine.stepped == 1, "a step")
+    wait_until(lambda: engine.stepped == 1, what="a step")
     closing = threading.Thread(target=thread.close, args=(WAIT_S,))
     closing.start()
-    until(lambda: thread._closing, "the thread to be closing")
+    wait_until(lambda: thread._closing, what="the thread to be closing")
     permits.release(1)
     closing.join(WAIT_S)
     assert running.wait()[0].tokens.ids.tolist()[:1] == [10]
@@ -228,7 +229,7 @@ def test_a_thread_that_does_not_end_is_named(thread_of):
     engine = ScriptedEngine(count_up, permits=permits)
     thread = thread_of(engine)
     thread.submit([Heard().work])
-    until(lambda: thread.waiting == 0, "the step to begin")
+    wait_until(lambda: thread.waiting == 0, what="the step to begin")
     with pytest.raises(DeadlineError, match="found it alive after 0.01 s"):
         thread.close(0.01)
     permits.release(100)

@@ -49,12 +49,13 @@ def processes(pid: int) -> list[psutil.Process]:
     return []
 
 
-def told(*calls: tuple[str, str], timeout_s: float = 20.0, characters: int = 400, **knobs: Any) -> list[str]:
-    """What calls come to, one after the other in one sandbox."""
+def told(*calls: tuple[str, str] | tuple[str, str, float], characters: int = 400, **knobs: Any) -> list[str]:
+    """What calls come to, one after the other in one sandbox; with a third part they have so many seconds, else 20."""
 
     async def work(session: SandboxSession) -> list[str]:
         return [
-            await session.call(name, {"what": text}, timeout_s=timeout_s, characters=characters) for name, text in calls
+            await session.call(name, {"what": text}, timeout_s=limit[0] if limit else 20.0, characters=characters)
+            for name, text, *limit in calls
         ]
 
     return list(sandboxed(work, **knobs))
@@ -105,9 +106,9 @@ def test_files_go_in_and_out() -> None:
 
 def test_what_takes_too_long_is_interrupted_and_what_will_not_be_is_ended() -> None:
     found = told(
-        ("python", "x = 1"), ("python", "while True: pass"), ("python", "x"),
-        ("python", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"), ("python", "x"),
-        ("shell", "sleep 60"), ("shell", "echo still here"), timeout_s=1.0,
+        ("python", "x = 1"), ("python", "while True: pass", 1.0), ("python", "x"),
+        ("python", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass", 1.0),
+        ("python", "x"), ("shell", "sleep 60", 1.0), ("shell", "echo still here"),
     )  # fmt: skip
     assert "KeyboardInterrupt" in found[1] and found[1].endswith("[took more than 1 s]")
     assert found[2] == "1", "an interrupted interpreter keeps what it had"
@@ -163,7 +164,7 @@ def test_too_many_files_end_the_sandbox_and_the_model_is_told() -> None:
     ],
 )
 def test_nothing_that_is_done_inside_breaks_the_sandbox(code: str) -> None:
-    found = told(("python", code), ("shell", "echo a"), ("python", "6 * 7"), ("python", "6 * 7"), timeout_s=3.0)
+    found = told(("python", code, 3.0), ("shell", "echo a"), ("python", "6 * 7"), ("python", "6 * 7"))
     assert found[1].startswith("a") or "Resource" in found[1] or "fork" in found[1], found
     assert "42" in found[2] or "42" in found[3] or "Python was started anew" in found[2] + found[3], found
 

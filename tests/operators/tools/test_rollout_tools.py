@@ -304,6 +304,31 @@ def test_a_shared_session_serves_all_and_is_followed_by_another_where_it_dies() 
     assert asyncio.run(all_of_them()) == ["b 1"] and kit.opened == kit.closed == 2
 
 
+def test_a_shared_session_that_could_not_be_had_gives_way_to_one_that_can_and_no_other() -> None:
+    """Two have waited for it; the first of them asks again at once."""
+    kit = Kit(is_shared=True, dies=True)
+
+    async def work() -> None:
+        made = box(kit)
+
+        async def twice() -> None:
+            with pytest.raises(WorldFailed):
+                await made.shared(0)
+            kit.dies = False
+            await made.shared(0)
+
+        async def once() -> None:
+            with pytest.raises(WorldFailed):
+                await made.shared(0)
+
+        await asyncio.gather(twice(), once())
+        assert await made.shared(0) is await made.shared(0)
+        await made.close()
+
+    asyncio.run(work())
+    assert kit.opened == kit.closed == 1
+
+
 def test_a_call_that_took_too_long_for_its_session_is_told() -> None:
     assert played(box(Kit(), timeout_s=0.2), "[poke('late')]") == ["error: 'poke' took more than 0.2 s"]
 

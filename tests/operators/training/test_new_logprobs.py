@@ -38,6 +38,20 @@ def test_each_trained_token_has_the_log_probability_that_it_had_before_the_updat
         assert chosen == pytest.approx(expected, abs=1e-5)
 
 
+def test_nothing_of_a_step_s_micro_batches_stays_on_the_device_once_it_has_ended() -> None:
+    learner = tiny_learner(tiny_trainer(micro_batch_tokens=40, skip_zero_advantage=False))
+    rows = rows_of(*(group(number, size=4) for number in range(5)))
+    before = {name for name, value in vars(learner).items() if isinstance(value, list) and value}
+    parts = learner.begin(rows, 0)
+    for part in parts:
+        learner.micro(part)
+    during = {name for name, value in vars(learner).items() if isinstance(value, list) and value} - before
+    assert len(parts) > 1 and during
+    learner.end(0.1)
+    assert not [name for name in during if getattr(learner, name)]
+    assert np.isfinite(learner.new_logprobs()[1]).any()
+
+
 def test_what_did_not_go_through_the_model_has_none() -> None:
     learner = tiny_learner(tiny_trainer(micro_batch_tokens=40))
     still, mixed = group(0, advantages=[0.0] * 3), group(1, advantages=[1.0, 0.0, -1.0])

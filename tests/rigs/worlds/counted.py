@@ -10,9 +10,9 @@ from typing import Any
 
 from operators.environments.session import InvalidAction, Seen
 from operators.environments.systems import SYSTEMS, System
+from rigs.machine import alive
+from rigs.worlds import LETTERS
 
-LETTERS = "abcdefghijklm"
-"""Of which each is worth 1 where the policy's turn begins with it."""
 NAME = "counted"
 
 
@@ -77,6 +77,10 @@ def make(name: str, *, folder: str) -> CountedSession:
 
 
 def opened(folder: Path) -> list[Path]:
-    """Sessions that nobody has closed, and whose process lives."""
-    marks = [mark for mark in folder.iterdir() if mark.read_text() == "open"]
-    return [mark for mark in marks if Path(f"/proc/{mark.name.split('-')[0]}").exists()]
+    """Sessions that nobody has closed."""
+    return [mark for mark in folder.iterdir() if mark.read_text() == "open"]
+
+
+def held(folder: Path) -> list[Path]:
+    """Of these, those whose process lives: with it ends what a session has."""
+    return [mark for mark in opened(folder) if alive([int(mark.name.split("-")[0])])]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-LETTERS = "abcdefghijklm"
+from rigs.worlds import LETTERS
 
 
 @dataclass
@@ -26,6 +26,8 @@ class Served:
     busy: int = 0
     """Calls of /verify that it has yet to refuse."""
     steps: int = 0
+    pongs: int = 0
+    """Pings of the server's that were answered."""
     resets: list[dict[str, Any]] = field(default_factory=list)
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Routes and what was posted there."""
@@ -68,11 +70,19 @@ def in_thread(serve: Callable[[asyncio.Event, Callable[[str], None]], Coroutine[
 def openenv(*, capacity: int = 1, turns: int = 2, ping_s: float | None = None) -> Iterator[Served]:
     """An OpenEnv server: each connection one environment, worth 1 for each turn that begins with one of LETTERS.
 
-    ping_s: it pings so often, and closes who does not answer in that time. "die" ends a connection, "shout" is
-    answered with 10 MB, "mute" not at all, "broken" with an error of the environment; a number is no action."""
+    ping_s: it pings so often. "die" ends a connection, "think" is answered when nobody was for half a second, no ping
+    either, "shout" with 10 MB, "mute" not at all, "broken" with an error of the environment; a number is no action."""
     from websockets.asyncio.server import serve
+    from websockets.exceptions import ConnectionClosed
 
     served = Served()
+
+    async def pinging(socket: Any) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            while ping_s is not None:
+                await (await socket.ping())
+                served.pongs += 1
+                await asyncio.sleep(ping_s)
 
     async def session(socket: Any) -> None:
         if served.open >= capacity:
@@ -81,6 +91,7 @@ def openenv(*, capacity: int = 1, turns: int = 2, ping_s: float | None = None) -
             await socket.send(json.dumps(full))
             return
         served.begin()
+        pings = asyncio.create_task(pinging(socket))
         try:
             left = 0
             async for text in socket:
@@ -105,6 +116,8 @@ def openenv(*, capacity: int = 1, turns: int = 2, ping_s: float | None = None) -
                             return
                         if said == "mute":
                             continue
+                        if said == "think":
+                            time.sleep(0.5)
                         if said == "broken":
                             await socket.send(
                                 json.dumps({"type": "error", "data": {"message": "no disk", "code": "EXECUTION_ERROR"}})
@@ -123,11 +136,11 @@ def openenv(*, capacity: int = 1, turns: int = 2, ping_s: float | None = None) -
                         return
                 await socket.send(json.dumps({"type": "observation", "data": answer}))
         finally:
+            pings.cancel()
             served.end()
 
     async def work(until: asyncio.Event, ready: Callable[[str], None]) -> None:
-        knobs = {"ping_interval": ping_s, "ping_timeout": ping_s}
-        async with serve(session, "127.0.0.1", 0, close_timeout=1, **knobs) as server:
+        async with serve(session, "127.0.0.1", 0, close_timeout=1, ping_interval=None) as server:
             ready(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             await until.wait()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from rigs.graphs import losses
 from rigs.operators import struck
 
 from dataflow import Devices, Graph, Model, Result, inline, run
@@ -47,10 +48,6 @@ def episode_graph(
     Evaluate(every_steps=eval_every)(reward(function(generator, g.source(held_out))))
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g
-
-
-def losses(result: Result) -> list[float]:
-    return [line["loss"] for line in result.metrics if "loss" in line]
 
 
 def rollouts(result: Result) -> pa.Table:
@@ -110,7 +107,7 @@ def goes_on_turn_by_turn(
     assert list((tmp_path / "latest").resolve().rglob("*.turns"))
     result = run(build(), steps=2, on=inline(), resume=tmp_path / "latest", quiet=True)
     assert result.verdict.clean and result.steps == 2, result.verdict.line
-    assert losses(result) == losses(undisturbed)
+    assert losses(result.folder) == losses(undisturbed.folder)
     (whole, _), (cut, _), (rest, played) = counts
     assert played > 0 and cut + rest == whole, counts
     nothing_is_left(result)

@@ -20,11 +20,12 @@ from episode_rig import (
     episode_graph,
     goes_on_after_a_kill,
     goes_on_turn_by_turn,
-    losses,
     nothing_is_left,
     rollouts,
     rows,
 )
+from rigs.graphs import losses
+from rigs.policy import CHAT_TEMPLATE
 from rigs.striking import Striking
 
 from dataflow import Graph, Model, collect, inline, run, scorer
@@ -93,12 +94,6 @@ def test_what_was_sampled_is_trained_to_the_id_with_the_logprobs_of_a_full_forwa
         assert not recorded[~mask].any()
         assert (np.array(row["versions"])[~mask] == -1).all() and (np.array(row["versions"])[mask] == 0).all()
         assert row["finish_reason"] == "stop" and row["error"] is None
-
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}-"
-    "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
-)
 
 
 def test_what_the_world_says_in_a_chat_stands_between_the_templates_delimiters(policy: Path, tmp_path: Path) -> None:
@@ -233,7 +228,7 @@ def chatty_policy(policy: Path, tmp_path: Path) -> tuple[Path, Any]:
     chatty = tmp_path / "chatty"
     shutil.copytree(policy, chatty)
     tokenizer = AutoTokenizer.from_pretrained(chatty)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(chatty)
     return chatty, tokenizer
 
@@ -308,7 +303,7 @@ def test_a_run_of_episodes_with_several_conversations_is_clean(policy: Path, tmp
     g.feedback(trainer.weights, generator, max_staleness=1)
     result = run(g, steps=2, runs=tmp_path, quiet=True)
     assert result.verdict.clean, result.verdict.line
-    assert len(losses(result)) == 2 and all(np.isfinite(losses(result)))
+    assert len(losses(result.folder)) == 2 and all(np.isfinite(losses(result.folder)))
     nothing_is_left(result)
 
 
@@ -343,7 +338,7 @@ def test_inline_runs_with_one_seed_are_equal_wherever_the_world_runs(policy: Pat
     one = run(here, steps=STEPS, on=inline(), runs=tmp_path, quiet=True)
     other = run(graph(policy), steps=STEPS, on=inline(), runs=tmp_path, quiet=True)
     assert one.verdict.clean and other.verdict.clean, other.verdict.line
-    assert losses(one) == losses(other) and len(set(losses(one))) == STEPS
+    assert losses(one.folder) == losses(other.folder) and len(set(losses(one.folder))) == STEPS
     assert rollouts(one).equals(rollouts(other))
     nothing_is_left(one)
 
@@ -382,7 +377,7 @@ def test_replicas_of_a_generator_answer_turns_beside_plain_prompts_until_these_e
 # Worlds that fail
 
 
-@episode(max_turns=TURNS, timeout_s=1.0, concurrency=64)
+@episode(max_turns=TURNS, timeout_s=10.0, concurrency=64)
 async def unruly(chat: Any, answer: str, prompt: str) -> float:
     """In one prompt of five something goes wrong after the first turn."""
     await chat.say(max_tokens=4)
@@ -409,7 +404,7 @@ def test_a_world_that_fails_is_an_error_of_its_rollouts_and_no_reward(policy: Pa
     made = unruly(generator, g.source(Prompts(rows(20), columns=("answer",))))
     found = collect(advantage(worth(made)), rows=40).to_pylist()
     assert len(found) == 40
-    words = {1: "ValueError: the world is broken", 3: "no answer within 1 s", 5: "too much between two turns",
+    words = {1: "ValueError: the world is broken", 3: "no answer within 10 s", 5: "too much between two turns",
              7: "ended with signal 9"}  # fmt: skip
     for row in found:
         wrong = words.get(int(row["prompt"][1:-1]) % 10)

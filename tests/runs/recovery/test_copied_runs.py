@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.graphs import fake_graph, tiny_graph
+from rigs.graphs import fake_graph, losses, tiny_graph
 
 from dataflow import Graph, GraphError, RunError, cli, inline, run, verify
 from dataflow.errors import OperatorError
@@ -41,10 +41,6 @@ def copies_of(folder: Path) -> Copies:
 def store_of(folder: Path) -> Store:
     copies = copies_of(folder)
     return Store(copies.at(Address.of(copies.address)))
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in RunFolder.open(folder).read_metrics() if "loss" in line]
 
 
 def trained(folder: Path) -> list[tuple[int, list[int]]]:

@@ -5,21 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.graphs import tiny_graph
+from rigs.graphs import losses, tiny_graph
 from rigs.operators import struck
 
 from dataflow import Devices, Graph, inline, run
 from dataflow.errors import OperatorError
-from dataflow.folder.run_folder import RunFolder
 from operators.generation.partial_rollouts import PartialRollouts
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
 
 STEPS = 2
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in RunFolder.open(folder).read_metrics() if "loss" in line]
 
 
 def graph(policy: Path, max_staleness: int) -> Graph:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from rigs.graphs import fake_graph, tiny_graph
+from rigs.graphs import fake_graph, losses, tiny_graph
 
 from dataflow import Graph, GraphError, RunError, cli, inline, run, verify
 from dataflow.errors import DataflowError
@@ -32,10 +32,6 @@ def graph_of(policy: Path, **how: Any) -> Graph:
 
 def steps_there(folder: Path, kind: str = "step") -> list[int]:
     return [step for step, _ in RunFolder.open(folder).rollouts_of().files(kind)]
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in RunFolder.open(folder).read_metrics() if "loss" in line]
 
 
 # What may go

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 
 from dataflow.records import AnyArray
 from operators.engine.stop_strings import StopStrings
-from operators.serving.bounds import Latest
 
 MOST_STOPS = 64
 """Lists of stop strings that are kept: each has a mask as wide as the vocabulary."""
@@ -43,14 +43,13 @@ class StopCache:
         """ends: tokens that end every rollout anyway. The tokenizer is used on the engine's thread."""
         self._tokenizer, self._ends = tokenizer, ends
         self._special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        self.made = Latest(MOST_STOPS, self._make)
+        self.made = functools.lru_cache(MOST_STOPS)(self._make)
 
     def __call__(self, stop: tuple[str, ...], ids: tuple[int, ...] = ()) -> RequestStop | None:
         """What ends a rollout at any of these strings or ids; None where end tokens do already."""
-        return self.made((stop, ids))
+        return self.made(stop, ids)
 
-    def _make(self, asked: tuple[tuple[str, ...], tuple[int, ...]]) -> RequestStop | None:
-        stop, ids = asked
+    def _make(self, stop: tuple[str, ...], ids: tuple[int, ...]) -> RequestStop | None:
         tokens = [*ids, *(self._special[text] for text in stop if text in self._special)]
         tokens = [token for token in tokens if token not in self._ends]
         texts = [text for text in stop if text not in self._special]

@@ -1,11 +1,12 @@
-"""Stands between a worker and vLLM's process: when the worker is gone, so is vLLM, and all that vLLM has started.
+"""Stands between a process and a program that it has started: when that process is gone, so are the program and all
+that it has started.
 
-consumes: the end of its parent, the end of its child, SIGUSR2
-produces: SIGKILL for every process below it, at any of the three; then it ends as its child did
+consumes: the end of its parent, the end of its child, END; in a session of its own SIGTERM, too
+produces: SIGKILL for every process below it, at any of these; then it ends as its child did
 waits for: the next of these
 unblocked by: the kernel's signals; at the latest it looks once in LOOK_S
 
-Started by path, as `keeper.py PARENT COMMAND...`, with nothing but Python's library. A vLLM that hangs, in a GPU's
+Started by path, as `keeper.py PARENT COMMAND...`, with nothing but Python's library. A program that hangs, in a GPU's
 kernel or with signals ignored, cannot look after itself; what it has started becomes this process's child when it dies.
 """
 
@@ -19,34 +20,42 @@ LOOK_S = 1.0
 """Between two looks at the parent, at most: the signal of its end may come when only a thread of it has ended."""
 PARENT_ENDED, END = signal.SIGUSR1, signal.SIGUSR2
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_NEWS = {PARENT_ENDED, END, signal.SIGCHLD}
 
 
 def keep(parent: int, command: list[str]) -> int:
     """Run a command until it ends, or has to; its exit code, negative for a signal."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what they mean is for its worker to decide
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _NEWS)
+    news: set[int] = {PARENT_ENDED, END, signal.SIGCHLD}
+    ends: set[int] = {END}
+    if os.getsid(0) == os.getpid():  # in a session of its own nothing reaches it that is meant for others
+        news.add(signal.SIGTERM)
+        ends.add(signal.SIGTERM)
+    else:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what they mean is for its parent to decide
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, news)
     _ask(_PR_SET_CHILD_SUBREAPER, 1)
     _ask(_PR_SET_PDEATHSIG, PARENT_ENDED)
+    keeper = os.getpid()
     child = os.fork()
     if child == 0:
-        _become(command, os.getppid())
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the stream is vLLM's alone: its end tells of vLLM's end
+        _become(command, keeper, news)
+    for stream in (0, 1):  # streams and files are the program's alone: their end tells of its end
+        os.close(stream)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     status = None
     while status is None and os.getppid() == parent:
-        news = signal.sigtimedwait(_NEWS, LOOK_S)
-        if news is not None and news.si_signo == END:
+        found = signal.sigtimedwait(news, LOOK_S)
+        if found is not None and found.si_signo in ends:
             break
         status = _reaped(child)
     return _end_all(child, status)
 
 
-def _become(command: list[str], keeper: int) -> None:
+def _become(command: list[str], keeper: int, news: set[int]) -> None:
     try:
         _ask(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _NEWS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, news)
             os.execvp(command[0], command)
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
@@ -104,6 +113,7 @@ def main() -> None:
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
         os.kill(os.getpid(), -status)
     os._exit(max(0, status))
 
