@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.socket_folder import CONTROL
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
@@ -19,8 +20,26 @@ from dataflow.trackers.keeper import SEND_S, TrackerKeeper
 TURN_S = 0.2
 
 
+class Leader:
+    """The process that leads the run, as the keeper that it has started sees it."""
+
+    def __init__(self, folder: RunFolder, pid: int) -> None:
+        self._folder, self._pid = folder, pid
+        self._has_led = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it lives, and none has taken its place: a standby does that also where it is only stopped, and has
+        the same trackers kept by another process, which wait for these."""
+        if os.getppid() != self._pid:
+            return False
+        leads = self._folder.read_json(CONTROL, {"pid": int}).get("pid")
+        self._has_led = self._has_led or leads == self._pid  # before it has, it may be the one before who stands there
+        return not self._has_led or leads in (None, self._pid)
+
+
 def main() -> None:
-    """The process ends with the run, or soon after the process of the run is gone."""
+    """The process ends with the run, or soon after nobody leads it by whom it was started."""
     step_back()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run: Channel[Any] = Channel(socket.socket(fileno=int(sys.argv[1])), messages.KEEPER_CODEC, SEND_S)
@@ -28,19 +47,20 @@ def main() -> None:
     assert isinstance(told, messages.KeepTrackers), "it is said first"
 
     def say(text: str) -> None:
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # the disk may be full of which it speaks
+            print(text, flush=True)
         with contextlib.suppress(OSError):
             run.send(messages.KeeperSays(text=text))
 
-    limits = Limits.from_plain(told.limits)
+    limits, folder = Limits.from_plain(told.limits), RunFolder.open(told.folder)
     keeper = TrackerKeeper(
-        RunFolder.open(told.folder), [ChosenTracker.from_plain(each) for each in told.trackers], say,
-        limits=limits, path=told.path,
-    )  # fmt: skip
+        folder, [ChosenTracker.from_plain(each) for each in told.trackers], say, limits=limits, path=told.path
+    )
+    leader = Leader(folder, told.parent)
     try:
         while not keeper.is_done:
             keeper.turn(TURN_S)
-            outcome = _outcome(run) if os.getppid() == told.parent else "died"
+            outcome = _outcome(run) if leader.is_there else "died"
             if outcome:
                 keeper.end(outcome, limits.track_s)
     finally:

@@ -1,7 +1,7 @@
 """A program that runs a graph until a test ends it: python program.py KIND FOLDER [POLICY].
 
 The environment's HOW is JSON: {"steps", "standby", "adopt_s", "limits",
-"quiet", "resume": whether to go on with the latest run}.
+"quiet", "track", "resume": whether to go on with the latest run}.
 """
 
 import json
@@ -131,8 +131,8 @@ def go(kind: str, folder: Path) -> None:
     latest = (folder / "runs" / "latest").resolve() if how.get("resume") else None
     result = run(
         KINDS[kind](folder), runs=folder / "runs", quiet=how.get("quiet", True), steps=how.get("steps"), resume=latest,
-        standby=how.get("standby", False), limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})),
-        **more,
+        standby=how.get("standby", False), track=how.get("track"),
+        limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})), **more,
     )  # fmt: skip
     say(f"ended after {result.steps} steps: {result.verdict.line}", sys.stdout)
 
