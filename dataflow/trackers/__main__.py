@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.socket_folder import CONTROL
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
@@ -16,26 +15,9 @@ from dataflow.system.priority import step_back
 from dataflow.trackers import messages
 from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.keeper import SEND_S, TrackerKeeper
+from dataflow.trackers.leader import Leader
 
 TURN_S = 0.2
-
-
-class Leader:
-    """The process that leads the run, as the keeper that it has started sees it."""
-
-    def __init__(self, folder: RunFolder, pid: int) -> None:
-        self._folder, self._pid = folder, pid
-        self._has_led = False
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it lives, and none has taken its place: a standby does that also where it is only stopped, and has
-        the same trackers kept by another process, which wait for these."""
-        if os.getppid() != self._pid:
-            return False
-        leads = self._folder.read_json(CONTROL, {"pid": int}).get("pid")
-        self._has_led = self._has_led or leads == self._pid  # before it has, it may be the one before who stands there
-        return not self._has_led or leads in (None, self._pid)
 
 
 def main() -> None:
