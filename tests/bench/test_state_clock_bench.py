@@ -11,6 +11,7 @@ import pytest
 
 from bench import state_clock
 from bench.state_clock import COUNT, OFF, ON, Switch, switched, tell, transitions
+from dataflow.folder.trace import WORK
 from dataflow.runtime import Batch, Runtime
 from dataflow.worker.loop import NodeLoop
 
@@ -50,7 +51,7 @@ def test_a_loop_works_alike_with_its_switch_off_and_knows_nothing_of_its_time(
         busy = loop.spent()["seconds"]["busy"]
         assert loop.turn() and loop.turn()
         assert runtime.asked == asked and (loop.spent()["seconds"]["busy"] > busy) == (to != OFF)
-    assert runtime.worked == 8 and works.count("work") == 8
+    assert runtime.worked == 8 and works.count(WORK) == 8
     (counts,) = tmp_path.glob("turns-*.json")
     assert json.loads(counts.read_text()) == {"n": 2}
 

@@ -67,7 +67,6 @@ def judged(completion: str) -> float:
     return float(len(completion))
 
 
-
 @episode(max_turns=TURNS)
 async def talk(chat: Any, answer: str) -> float:
     """As many turns as the prompt says."""

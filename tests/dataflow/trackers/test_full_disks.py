@@ -10,7 +10,7 @@ import pytest
 from disks import REFUSED
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.timeout(600)]
 
 
 def made_of(program: str, *arguments: str) -> None:

@@ -141,6 +141,7 @@ def test_mlflow_goes_on_with_the_same_run(
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "rollouts/step-000001.json")).read_text())
     assert len(table["data"]) == 8 and "completion" in table["columns"]
 
+
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
 def test_mlflow_has_one_run_of_one_whose_start_was_cut_short(
     folder: RunFolder, keep: Keep, monkeypatch: pytest.MonkeyPatch

@@ -96,8 +96,8 @@ class GroupMember(ABC):
         self.version, self.join = version, replace(self.join, version=version, writer=writer)
 
     def serves(self, readers: dict[str, int], taken_s: dict[str, float], writer: int) -> bool:
-        """Readers take versions of that writer from this one: the version that each of them holds, and how long (s) that
-        took it. The writer of this join hears of news at the next `tick`; whether there are any."""
+        """Readers take versions of that writer from this one: the version that each of them holds, and how long (s)
+        that took it. The writer of this join hears of news at the next `tick`; whether there are any."""
         if writer != self._writer:
             readers, taken_s = dict.fromkeys(readers, -1), {}
         if (readers, taken_s) == (self._behind, self._taken_s):

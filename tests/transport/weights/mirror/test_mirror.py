@@ -76,7 +76,7 @@ def test_one_reader_takes_each_version_over_the_network_and_all_hold_it(keys, fo
 def test_each_exchange_is_timed_by_trainer_and_reader_also_behind_the_mirror(keys, folder):
     """One neighbour hears of a version and takes it a while later; who hands it on is timed by its own loop, not by the
     thread that has it first."""
-    with offered(keys) as (trainer, address), neighbours(keys, address, folder) as (readers, mine):
+    with offered(keys) as (trainer, address), neighbours(keys, address, folder) as (readers, _):
         coordinator = trainer.writers[0]
         trainer.publish(1)
         until(lambda: {each.version for each in readers} == {1}, *readers)
