@@ -1,4 +1,4 @@
-"""The bench of what it takes to know what nodes are at: a switch around their loops, and what windows and clocks say."""
+"""The bench of what it takes to know what nodes are at: a switch around their loops, what windows and clocks say."""
 
 import json
 import math

@@ -83,7 +83,7 @@ def pid_of_teller(folder: RunFolder) -> int:
     lock = str(folder.path / FOLDER / "Steps.lock")
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if any(os.readlink(each) == lock for each in (process / "fd").iterdir()):
+            if any(str(each.readlink()) == lock for each in (process / "fd").iterdir()):
                 return int(process.name)
         except OSError:
             continue

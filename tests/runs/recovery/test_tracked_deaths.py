@@ -42,7 +42,7 @@ def trackers_of(each: Program) -> Counter[str]:
     found: Counter[str] = Counter()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            files = {os.readlink(file) for file in (process / "fd").iterdir()}
+            files = {str(file.readlink()) for file in (process / "fd").iterdir()}
             found.update({"keeps": keeps in files, "tells": tells in files})
     return found
 
