@@ -216,8 +216,7 @@ def _processes(
             following.end("stopped" if scheduler.table.run.draining else "finished", view.message)
     finally:
         scheduler.close()
-        if folder.read_json(socket_folder.CONTROL).get("pid") == os.getpid():  # else it is a standby's
-            folder.extras.remove(folder.path / socket_folder.CONTROL)
+        folder.extras.remove(folder.path / socket_folder.CONTROL)
     watch.count(scheduler.heartbeats)
     return _outcome(watch, scheduler.table.run)
 
