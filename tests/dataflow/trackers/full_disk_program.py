@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from bad_trackers import Bulky  # noqa: E402
 from disks import Disk  # noqa: E402
+from rigs import keeper  # noqa: E402
 from rigs.graphs import tiny_graph  # noqa: E402
 
 from dataflow import inline, run, scorer  # noqa: E402
@@ -96,6 +97,7 @@ def tracker_on(disk: Disk, name: str) -> Tracker:
 def main() -> None:
     """The run; then what was told."""
     kind, name, folder, policy = sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
+    keeper.stays_in_front()
     disk = Disk(folder / "disk", SIZES[name])
     os.environ["BULKY"] = str(disk.path / "bulky")
     course = Course(disk, folder / "runs", name, is_full_to_the_end=kind == "to_the_end")

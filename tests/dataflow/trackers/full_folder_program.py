@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from bad_trackers import Steps  # noqa: E402
 from disks import Disk  # noqa: E402
+from rigs import keeper  # noqa: E402
 from tracked_runs import STEPS, add, made  # noqa: E402
 
 from dataflow.folder.run_folder import RunFolder  # noqa: E402
@@ -112,6 +113,7 @@ def all_of_it(root: Path) -> None:
 
 
 if __name__ == "__main__":
+    keeper.stays_in_front()
     kind, place = sys.argv[1], Path(sys.argv[2]).resolve()
     if kind == "all_of_it":
         all_of_it(place)
