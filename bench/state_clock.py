@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--switch", type=Path, help="internal: where the switch is")
     options = parser.parse_args(arguments)
     if options.carry is not None:
-        NodeLoop.turn = switched(Switch(options.switch), options.switch.parent)  # type: ignore[method-assign, assignment]
+        turn: Any = switched(Switch(options.switch), options.switch.parent)
+        NodeLoop.turn = turn  # type: ignore[method-assign]
         graph = build(policy=str(options.policy), lr=1e-12, eval_every=ENDLESS)
         run(graph, steps=ENDLESS, runs=options.carry, quiet=True)
         return 0
