@@ -22,8 +22,8 @@ __all__ = ["program"]
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(240)]
 
 STEPS, LONG = 16, 60
-STEPS_TRACKER = f"{Path(__file__).parents[2] / 'dataflow' / 'trackers' / 'bad_trackers.py'}:Steps"
-OWN: Mapping[str, Any] = {"steps": STEPS, "track": [STEPS_TRACKER]}
+TRACKERS = Path(__file__).parents[2] / "dataflow" / "trackers" / "bad_trackers.py"
+OWN: Mapping[str, Any] = {"steps": STEPS, "track": [f"{TRACKERS}:Steps"]}
 Start = Callable[..., Program]
 
 
@@ -119,6 +119,18 @@ def test_a_tracker_is_told_by_the_standby_of_a_scheduler_that_was_stopped(progra
     nobody_is_left(first, family)
     is_done(first, STEPS)
     is_told_once(first, "died", "finished")
+
+
+@pytest.mark.slow
+def test_no_standby_takes_a_run_over_that_waits_for_a_tracker_at_its_end(program: Start) -> None:
+    """All is done by then but that; what a tracker does is no matter of the run, its exit status neither."""
+    first = program(
+        "endless", standby=True, steps=6, track=[f"{TRACKERS}:Endless"], limits={"silent_s": 6.0, "track_s": 15.0}
+    )
+    first.process.wait(180)
+    assert first.process.returncode == 0 and "ended after 6 steps: clean" in first.output(), first.output()
+    assert faults(first) == []
+    is_done(first, 6)
 
 
 @pytest.mark.slow
