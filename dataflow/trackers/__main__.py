@@ -15,7 +15,7 @@ from dataflow.system.priority import step_back
 from dataflow.trackers import messages
 from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.keeper import SEND_S, TrackerKeeper
-from dataflow.trackers.leader import Leader
+from dataflow.trackers.run_process import RunProcess
 
 TURN_S = 0.2
 
@@ -38,11 +38,11 @@ def main() -> None:
     keeper = TrackerKeeper(
         folder, [ChosenTracker.from_plain(each) for each in told.trackers], say, limits=limits, path=told.path
     )
-    leader = Leader(folder, told.parent)
+    parent = RunProcess(folder, told.parent)
     try:
         while not keeper.is_done:
             keeper.turn(TURN_S)
-            outcome = _outcome(run) if leader.is_there else "died"
+            outcome = _outcome(run) if parent.is_there else "died"
             if outcome:
                 keeper.end(outcome, limits.track_s)
     finally:

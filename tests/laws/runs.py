@@ -740,7 +740,7 @@ LEDGER = (
     Law(
         "a run that another scheduler leads has its trackers kept by that one",
         "test_a_keeper_s_scheduler_leads_until_it_ends_or_another_stands_in_its_place",
-        "dataflow.trackers:Leader.is_there",
+        "dataflow.trackers:RunProcess.is_there",
         returned("True", "leads"),
         "the look at who takes commands",
     ),

@@ -7,8 +7,8 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
 
 
-class Leader:
-    """The scheduler whose keeper this is."""
+class RunProcess:
+    """The scheduler whose keeper this is, as that sees it."""
 
     def __init__(self, folder: RunFolder, pid: int, parent: Callable[[], int] = os.getppid) -> None:
         """parent: of this process, as the kernel has it."""
