@@ -27,18 +27,20 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def differences(windows: Sequence[Window], case: str, figure: Callable[[Window], float]) -> list[float]:
-    """Of each window of a case the logarithm of a figure, less the mean of those of the two windows without a page
-    around it. For `NONE` itself: of every second one, less its neighbours without a page, which is 0 but for chance.
+def differences(
+    windows: Sequence[Window], case: str, figure: Callable[[Window], float], none: str = NONE
+) -> list[float]:  # fmt: skip
+    """Of each window of a case the logarithm of a figure, less the mean of those of the two windows of the case `none`
+    around it. For that itself: of every second one, less its neighbours of the same kind, which is 0 but for chance.
 
-    windows: in the order in which they were, each with its `piece`; in a piece every second one is without a page."""
+    windows: in the order in which they were, each with its `piece`; in a piece every second one is of `none`."""
     found: list[float] = []
-    step = 2 if case == NONE else 1
+    step = 2 if case == none else 1
     for at in range(step, len(windows) - step):
         around = windows[at - step], windows[at + step]
-        if windows[at]["case"] != case or any(each["case"] != NONE for each in around):
+        if windows[at]["case"] != case or any(each["case"] != none for each in around):
             continue
-        if len({each["piece"] for each in (windows[at], *around)}) > 1 or (case == NONE and at // 2 % 2):
+        if len({each["piece"] for each in (windows[at], *around)}) > 1 or (case == none and at // 2 % 2):
             continue
         beside = [math.log(figure(each)) for each in around]
         found.append(math.log(figure(windows[at])) - statistics.fmean(beside))

@@ -45,11 +45,14 @@ class Place:
 
 
 @contextlib.contextmanager
-def served(temporary: Path, policy: Path | None) -> Iterator[Place]:
-    """The sorting demo without end, and the server of its page."""
+def carried(
+    temporary: Path, module: str, policy: Path | None, *more: str
+) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:  # fmt: skip
+    """The sorting demo without end, as `python -m MODULE --carry FOLDER` is it, once it has made some steps: its
+    metrics.jsonl, and its process."""
     policy = policy or temporary / "policy"
     build(policy=str(policy))
-    command = [sys.executable, "-m", "bench.live", "--carry", str(temporary / "runs"), "--policy", str(policy)]
+    command = [sys.executable, "-m", module, "--carry", str(temporary / "runs"), "--policy", str(policy), *more]
     with (temporary / "run.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as running:
         try:
             deadline = time.monotonic() + START_S
@@ -59,16 +62,7 @@ def served(temporary: Path, policy: Path | None) -> Iterator[Place]:
                     said = (temporary / "run.log").read_text()[-2000:]
                     raise RuntimeError(f"the run made no {WARM_STEPS} steps within {START_S:.0f} s: {said}")
                 time.sleep(0.2)
-            live = [sys.executable, "-m", "dataflow", "live", str(metrics.parent)]
-            with subprocess.Popen(live, stdout=subprocess.PIPE, text=True) as server:
-                try:
-                    said_line(server, "the server of the page")
-                    url = said_line(server, "the server of the page").strip()
-                    yield Place(metrics, psutil.Process(running.pid), psutil.Process(server.pid), url)
-                finally:
-                    server.send_signal(signal.SIGCONT)
-                    server.terminate()
-                    end(server, END_S)
+            yield metrics, running
         finally:
             running.send_signal(signal.SIGINT)
             end(running, END_S)
@@ -91,6 +85,22 @@ def said_line(process: subprocess.Popen[str], who: str, within_s: float = LINE_S
             f"{who} said nothing within {within_s:.0f} s, or has ended; found {line!r:.80}; run it again"
         )
     return line
+
+
+@contextlib.contextmanager
+def served(temporary: Path, policy: Path | None) -> Iterator[Place]:
+    """The sorting demo without end, and the server of its page."""
+    with carried(temporary, "bench.live", policy) as (metrics, running):
+        live = [sys.executable, "-m", "dataflow", "live", str(metrics.parent)]
+        with subprocess.Popen(live, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                said_line(server, "the server of the page")
+                url = said_line(server, "the server of the page").strip()
+                yield Place(metrics, psutil.Process(running.pid), psutil.Process(server.pid), url)
+            finally:
+                server.send_signal(signal.SIGCONT)
+                server.terminate()
+                end(server, END_S)
 
 
 class Beside:
@@ -135,7 +145,7 @@ class Beside:
         time.sleep(seconds)
         after, passed = self._spent(), time.monotonic() - began
         took = {name: after[name] - before[name] for name in after}
-        rate, steps = _steps(place.metrics, size)
+        rate, steps = steps_of(place.metrics, size)
         told = self._told()
         cores = os.cpu_count() or 1
         foreign = took["all"] - took["run"] - took["server"] - took["client"]
@@ -160,20 +170,21 @@ class Beside:
         idle = machine.idle + machine.iowait
         run = [self._place.run, *self._place.run.children(recursive=True)]
         return {
-            "run": sum(map(_cpu, run)), "server": _cpu(self._place.server), "client": _cpu(self._client),
+            "run": sum(map(cpu_of, run)), "server": cpu_of(self._place.server), "client": cpu_of(self._client),
             "idle": idle, "all": sum(machine) - machine.guest - machine.guest_nice - idle,
         }  # fmt: skip
 
 
-def _cpu(process: psutil.Process) -> float:
+def cpu_of(process: psutil.Process) -> float:
+    """Processor seconds so far; 0 where it has ended."""
     try:
         times = process.cpu_times()
-    except psutil.Error:  # it has ended
+    except psutil.Error:
         return 0.0
     return float(times.user + times.system)
 
 
-def _steps(metrics: Path, begin: int) -> tuple[float, int]:
+def steps_of(metrics: Path, begin: int) -> tuple[float, int]:
     """Steps per second of the lines from a place on, and how many; 0 where there are less than two."""
     with metrics.open("rb") as file:
         file.seek(begin)

@@ -1,6 +1,6 @@
 """How a run's edges stand, in plain values: what crosses data edges, and what exchanges on weight edges took."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dataflow.doctor.facts import EdgeFacts
@@ -58,19 +58,30 @@ def data_edges_of(graph: Mapping[str, Any]) -> list[EdgeFacts]:
 def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of a trainer's line of metrics, by reader, all its replicas together: the oldest version that one of them took
     last, and of what that cost them the most: seconds as the trainer and as the reader sees them, bytes, and what these
-    would have been without deltas and quantization."""
+    would have been without deltas and quantization. Those that a neighbour hands it to move no bytes."""
     found: dict[str, dict[str, Any]] = {}
-    sent = line.get("weights_sent")
-    for name, told in sent.items() if isinstance(sent, dict) else ():
-        if not isinstance(told, dict):
-            continue
-        known = found.setdefault(name.rpartition("-")[0] or name, {"readers": 0, "version": told.get("version")})
-        known["readers"] += 1 + len(told.get("handed_on") or {})
-        known["version"] = min(known["version"] or 0, told.get("version") or 0)
+    for name, told in _told(line):
+        version = told.get("version")
+        version = max(0, version) if isinstance(version, int) else 0
+        known = found.setdefault(name.rpartition("-")[0] or name, {"readers": 0, "version": version})
+        known["readers"] += 1
+        known["version"] = min(known["version"], version)
         for key in ("seconds", "committed_seconds", "taken_seconds", "nbytes", "full_bytes"):
             if isinstance(told.get(key), int | float):
                 known[key] = max(known.get(key, 0), told[key])
     return found
+
+
+def _told(line: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each reader of which the line tells, those too that it is handed on to."""
+    sent = line.get("weights_sent")
+    for name, told in sent.items() if isinstance(sent, dict) else ():
+        if not isinstance(told, dict):
+            continue
+        yield name, told
+        behind = told.get("handed_on")
+        for other, taken in behind.items() if isinstance(behind, dict) else ():
+            yield other, taken if isinstance(taken, dict) else {"version": taken}
 
 
 def newest_of(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -212,26 +212,28 @@ def _processes(
                 view.message(texts.pop(0))
 
     seldom = Seldom()
-    try:
-        with showing(sys.stdout, quiet=run.quiet) as view, _interrupts(scheduler, view), _suspends(scheduler, clock):
-            asked_at = {"address": scheduler.address, "pid": os.getpid(), "machine": machine()}
-            socket_folder.mark(scheduler.folder, folder)
-            folder.write_json(socket_folder.CONTROL, asked_at)
-            scheduler.start(progress=lambda late: view.update(watch.starting(late)))
-            while not scheduler.table.run.over:
-                scheduler.turn(0.1)
-                scheduler.check()
-                seldom(look)
-            look()
-            if disks := run.server.disks if run.server else {}:
-                view.message("bringing what the hosts have made into the run folder")
-                if stays := _bring_home(run, folder, disks):
-                    view.message(stays)
-            following.end("stopped" if scheduler.table.run.draining else "finished", view.message)
-    finally:
-        scheduler.close()
-        watch.count(scheduler.heartbeats, scheduler.crossed)
-        folder.extras.remove(folder.path / socket_folder.CONTROL)
+    with showing(sys.stdout, quiet=run.quiet) as view:
+        try:
+            with _interrupts(scheduler, view), _suspends(scheduler, clock):
+                asked_at = {"address": scheduler.address, "pid": os.getpid(), "machine": machine()}
+                socket_folder.mark(scheduler.folder, folder)
+                folder.write_json(socket_folder.CONTROL, asked_at)
+                scheduler.start(progress=lambda late: view.update(watch.starting(late)))
+                while not scheduler.table.run.over:
+                    scheduler.turn(0.1)
+                    scheduler.check()
+                    seldom(look)
+                look()
+                if disks := run.server.disks if run.server else {}:
+                    view.message("bringing what the hosts have made into the run folder")
+                    if stays := _bring_home(run, folder, disks):
+                        view.message(stays)
+        finally:
+            scheduler.close()
+            watch.count(scheduler.heartbeats, scheduler.crossed)
+            folder.extras.remove(folder.path / socket_folder.CONTROL)
+        # By now nobody waits for a sign of this process, whom a standby would replace while it waits for trackers.
+        following.end("stopped" if scheduler.table.run.draining else "finished", view.message)
     return _outcome(watch, scheduler.table.run)
 
 

@@ -15,12 +15,13 @@ from dataflow.system.priority import step_back
 from dataflow.trackers import messages
 from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.keeper import SEND_S, TrackerKeeper
+from dataflow.trackers.run_process import RunProcess
 
 TURN_S = 0.2
 
 
 def main() -> None:
-    """The process ends with the run, or soon after the process of the run is gone."""
+    """The process ends with the run, or soon after nobody leads it by whom it was started."""
     step_back()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run: Channel[Any] = Channel(socket.socket(fileno=int(sys.argv[1])), messages.KEEPER_CODEC, SEND_S)
@@ -28,19 +29,20 @@ def main() -> None:
     assert isinstance(told, messages.KeepTrackers), "it is said first"
 
     def say(text: str) -> None:
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # the disk may be full of which it speaks
+            print(text, flush=True)
         with contextlib.suppress(OSError):
             run.send(messages.KeeperSays(text=text))
 
-    limits = Limits.from_plain(told.limits)
+    limits, folder = Limits.from_plain(told.limits), RunFolder.open(told.folder)
     keeper = TrackerKeeper(
-        RunFolder.open(told.folder), [ChosenTracker.from_plain(each) for each in told.trackers], say,
-        limits=limits, path=told.path,
-    )  # fmt: skip
+        folder, [ChosenTracker.from_plain(each) for each in told.trackers], say, limits=limits, path=told.path
+    )
+    parent = RunProcess(folder, told.parent)
     try:
         while not keeper.is_done:
             keeper.turn(TURN_S)
-            outcome = _outcome(run) if os.getppid() == told.parent else "died"
+            outcome = _outcome(run) if parent.is_there else "died"
             if outcome:
                 keeper.end(outcome, limits.track_s)
     finally:

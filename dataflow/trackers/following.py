@@ -52,23 +52,26 @@ class TrackersOfRun:
         return said
 
     def end(self, outcome: str, say: Callable[[str], object]) -> None:
-        """The run is over, and trackers take in what is left: wait for that, up to `Limits.track_s`."""
+        """The run is over, and trackers take in what is left: wait for that, up to `Limits.track_s`, or Ctrl-C."""
         if self._keeper is None or self._channel is None:
             return
         with contextlib.suppress(OSError):
             self._channel.send(messages.RunIsOver(outcome=outcome))
         began, is_told = time.monotonic(), False
         deadline = began + self._limits.track_s + END_S
-        while self._keeper.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError, ValueError):
-                self._channel.readable(TURN_S)
-            for text in self.look():
-                say(text)
-            if not is_told and time.monotonic() - began > 1.0:
-                is_told = True
-                say(f"waiting for {self._names} to take in what is left, {self._limits.track_s:.0f} s at most")
-            if self._channel is None:
-                break
+        try:
+            while self._keeper.poll() is None and time.monotonic() < deadline:
+                with contextlib.suppress(OSError, ValueError):
+                    self._channel.readable(TURN_S)
+                for text in self.look():
+                    say(text)
+                if not is_told and time.monotonic() - began > 1.0:
+                    is_told = True
+                    say(f"waiting for {self._names} to take in what is left, {self._limits.track_s:.0f} s at most")
+                if self._channel is None:
+                    break
+        except KeyboardInterrupt:
+            deadline = began
         for text in self.look():
             say(text)
         if self._keeper.poll() is None and time.monotonic() >= deadline:

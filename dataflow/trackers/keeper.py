@@ -222,7 +222,8 @@ class TrackerKeeper:
             if each.is_done or not (is_late or (each.process is None and (each.last_try or not self._has_room))):
                 continue
             self._stop(each)
-            self._give_up(each, f"was not done {self._within_s:.0f} s after the run" if is_late else "has failed")
+            why = "has failed" if each.last_try else "stood still for want of room"
+            self._give_up(each, f"was not done {self._within_s:.0f} s after the run" if is_late else why)
 
     def _look_at_room(self, now: float) -> None:
         if now - self._looked_at_room < 0.5:

@@ -1,6 +1,7 @@
 """One tracker's process: reads the run folder, tells the tracker, keeps how far it has come, and ends with the run."""
 
 import contextlib
+import copy
 import fcntl
 import os
 import sys
@@ -21,7 +22,7 @@ from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.samples import table_of
 from dataflow.trackers.tail import FOLDER, RunTail, TrackerPlace
-from dataflow.trackers.tracker import TrackedRun, Tracker
+from dataflow.trackers.tracker import StepFigures, TrackedRun, Tracker
 from dataflow.worker.kept_counts import known_edges
 
 POLL_S = 0.5
@@ -94,13 +95,13 @@ class TrackerProcess:
         told = 0
         for place, figures in tail:
             if figures is not None:
-                self._at("log")
-                tracker.log(figures)
-                every = tracker.rollouts_every
-                if not figures.is_evaluation and every and (figures.step - 1) % every == 0:
-                    self._at("rollouts")
-                    if (table := table_of(self._folder, figures.node, figures.step)) is not None:
-                        tracker.rollouts(table)
+                before = copy.deepcopy(run.kept)
+                try:
+                    self._tell(tracker, figures)
+                except Exception:
+                    if told:
+                        self._save(tracker, before)
+                    raise
             self._place.read = place
             told += 1
             if told >= _BATCH:
@@ -120,6 +121,26 @@ class TrackerProcess:
             self._keep(run)
             self._channel.send(messages.TrackerToldOf(lines=told))
         return told
+
+    def _tell(self, tracker: Tracker, figures: StepFigures) -> None:
+        """One line, and the rollouts of its step where it is time for some."""
+        self._at("log")
+        tracker.log(figures)
+        every = tracker.rollouts_every
+        if not figures.is_evaluation and every and (figures.step - 1) % every == 0:
+            self._at("rollouts")
+            if (table := table_of(self._folder, figures.node, figures.step)) is not None:
+                tracker.rollouts(table)
+
+    def _save(self, tracker: Tracker, kept: dict[str, Any]) -> None:
+        """After a line that failed: what was taken in before it, and can still be brought out, is not told again."""
+        call = self._call
+        with contextlib.suppress(Exception):
+            self._at("flush")
+            tracker.flush()
+            self._place.kept = kept
+            self._place.write_to(self._folder, self._chosen.name)
+        self._call = call
 
     def _look_at_activity(self, tracker: Tracker) -> None:
         newest = None

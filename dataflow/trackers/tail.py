@@ -18,6 +18,7 @@ FOLDER = "trackers"
 """In the run folder: a file for each tracker, of how far it has come."""
 _SAME = ("loss", "reward_mean", "grad_norm", "eval_accuracy", "eval_n")
 """A step that has these as it had them is the same; seconds and rates differ whenever it is made again."""
+_MAP = (dict, type(None))
 _LEFT_OUT = "weights_sent."
 """Bytes and seconds of each pair of ranks, which may be thousands."""
 
@@ -36,7 +37,7 @@ class TrackerPlace:
     @classmethod
     def read_from(cls, folder: RunFolder, name: str) -> "TrackerPlace":
         """As the file has it; at the beginning where there is none."""
-        found = folder.read_json(f"{FOLDER}/{name}.json", {"read": int, "kept": dict, "steps": dict})
+        found = folder.read_json(f"{FOLDER}/{name}.json", {"read": int, "kept": _MAP, "steps": _MAP})
         return cls(read=max(0, found.get("read", 0)), kept=found.get("kept"), steps=found.get("steps"))
 
     def write_to(self, folder: RunFolder, name: str) -> None:

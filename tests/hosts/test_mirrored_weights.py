@@ -28,8 +28,11 @@ def lines(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def mirrors(line: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """By reader to which the trainer sends, those that it hands versions on to."""
-    return {reader: sent.get("handed_on", {}) for reader, sent in line["weights_sent"].items()}
+    """By reader to which the trainer sends, those that it hands versions on to, with the version that each has."""
+    return {
+        reader: {name: taken["version"] for name, taken in sent.get("handed_on", {}).items()}
+        for reader, sent in line["weights_sent"].items()
+    }
 
 
 def serves_all(cluster: Cluster, but: str = "") -> str:
@@ -52,6 +55,15 @@ def serves_all(cluster: Cluster, but: str = "") -> str:
     return found[0]
 
 
+def assert_timed(line: dict[str, Any]) -> None:
+    """Of each reader, those behind another too, it is told how long its last exchange took."""
+    (mirror,) = line["weights_sent"].values()
+    for taken in (mirror, *mirror["handed_on"].values()):
+        assert 0 < taken["taken_seconds"] <= taken["committed_seconds"] < 60
+    longest = max(taken["committed_seconds"] for taken in (mirror, *mirror["handed_on"].values()))
+    assert line["weights_trainer_seconds"] == longest
+
+
 def pid_of(cluster: Cluster, worker: str) -> int:
     """As its host counts."""
     said = (cluster.run_folder / "logs" / f"{worker}.log").read_text()
@@ -71,6 +83,7 @@ def test_a_mirror_that_is_killed_or_stopped_is_followed_by_a_neighbour_and_the_r
     )
     cluster.wait_for_step(3)
     assert serves_all(cluster) == "generator-0", "the plan's first"
+    assert_timed(lines(cluster)[-1])
     size = {sent["nbytes"] for sent in lines(cluster)[-1]["weights_sent"].values()}.pop()
     assert all(line["weights_sent_bytes"] % size == 0 for line in lines(cluster))
 

@@ -422,6 +422,13 @@ WEIGHT_PLANE = (
         "that an epoch begins with no values",
     ),
     Law(
+        "an exchange is timed also for a reader that a neighbour hands it to",
+        "test_an_exchange_is_as_long_as_it_was_when_it_was_heard_first",
+        "transport.weights.protocol:Group.hand_on",
+        expression("now", "begun", kind=ast.Call),
+        "when the transfer began",
+    ),
+    Law(
         "the reader takes weights at a safe point between decode steps",
         "test_weights_change_in_the_middle_of_rollouts_and_every_token_tells",
         "operators:GeneratorRuntime.work",

@@ -731,6 +731,20 @@ LEDGER = (
         "the look at the disk",
     ),
     Law(
+        "what a tracker took before it failed is not told again",
+        "test_what_a_tracker_took_before_it_failed_is_not_told_again",
+        "dataflow.trackers:TrackerProcess._save",
+        without("write_to"),
+        "that it is kept how far it came",
+    ),
+    Law(
+        "a run that another scheduler leads has its trackers kept by that one",
+        "test_a_keeper_s_scheduler_leads_until_it_ends_or_another_stands_in_its_place",
+        "dataflow.trackers:RunProcess.is_there",
+        returned("True", "leads"),
+        "the look at who takes commands",
+    ),
+    Law(
         "who looks at a run takes no lock of it away",
         "test_a_lock_of_the_scheduler_says_that_a_run_goes_on_and_looking_at_it_does_not_open_it",
         "dataflow.runs.state:lock_kinds",

@@ -1,7 +1,7 @@
 """A program that runs a graph until a test ends it: python program.py KIND FOLDER [POLICY].
 
 The environment's HOW is JSON: {"steps", "standby", "adopt_s", "limits",
-"quiet", "resume": whether to go on with the latest run}.
+"quiet", "track", "resume": whether to go on with the latest run}.
 """
 
 import json
@@ -21,6 +21,7 @@ from dataflow.limits import Limits  # noqa: E402
 from dataflow.runtime import Context, Runtime  # noqa: E402
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer  # noqa: E402
 from dataflow.worker import worker  # noqa: E402
+from rigs import keeper  # noqa: E402
 from rigs.graphs import fake_graph, reward, tiny_graph  # noqa: E402
 from rigs.machine import folders_made  # noqa: E402
 from rigs.operators import built_by, deaf, slow  # noqa: E402
@@ -127,12 +128,14 @@ def main() -> None:
 def go(kind: str, folder: Path) -> None:
     """Run, and say what came of it."""
     how = json.loads(os.environ.get("HOW", "{}"))
+    if how.get("track"):
+        keeper.stays_in_front()
     more = {"ranks": {"trainer": 2}, "weights": "gloo"} if kind == "ranks" else {}
     latest = (folder / "runs" / "latest").resolve() if how.get("resume") else None
     result = run(
         KINDS[kind](folder), runs=folder / "runs", quiet=how.get("quiet", True), steps=how.get("steps"), resume=latest,
-        standby=how.get("standby", False), limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})),
-        **more,
+        standby=how.get("standby", False), track=how.get("track"),
+        limits=Limits(adopt_s=how.get("adopt_s", 60.0), **how.get("limits", {})), **more,
     )  # fmt: skip
     say(f"ended after {result.steps} steps: {result.verdict.line}", sys.stdout)
 

@@ -3,19 +3,24 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.graphs import fake_graph, tiny_graph
+from episode_rig import TURNS, episode_graph
+from rigs.graphs import fake_graph, reward, tiny_graph, words
 from rigs.operators import paced, withheld
 
-from dataflow import Model, Result, inline, run, scorer
+from dataflow import Graph, Model, Result, inline, join, run, scorer
 from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live.looks import Looks
 from dataflow.testing import FakeGenerator, FakeTrainer
 from dataflow.worker.state_clock import STATES
+from operators import Generator, Logprobs, Prompts, Trainer, Values, episode
+from operators.credit import token_gae, token_rewards
+from operators.losses import aipo, value_loss
 
 pytestmark = [pytest.mark.usefixtures("machine"), pytest.mark.timeout(600), pytest.mark.slow]
 MODEL = Model("fake-policy")
@@ -62,6 +67,35 @@ def judged(completion: str) -> float:
     return float(len(completion))
 
 
+@episode(max_turns=TURNS)
+async def talk(chat: Any, answer: str) -> float:
+    """As many turns as the prompt says."""
+    for _ in range(int(answer)):
+        chat.hear(await chat.say(max_tokens=4))
+    return float(answer)
+
+
+@scorer(isolate=False)
+def talked(talk: float) -> float:
+    """What the world said."""
+    return talk
+
+
+def actor_and_critic(policy: Path) -> Graph:
+    """Each trained on the rows of one generator, which a reference and the critic look at side by side."""
+    g, model, expected = Graph("two"), Model(str(policy)), Model(str(policy), head="value", name="critic")
+    generator, values = Generator(model, group_size=4, max_tokens=12, segment_tokens=4, slots=32), Values(expected)
+    stream = reward(generator(g.source(Prompts(words(), columns=("answer",)))))
+    stream = token_gae(token_rewards(join(Logprobs(model.frozen())(stream), values(stream)), beta=0.01), lam=0.95)
+    trainer = Trainer(model, loss=partial(aipo, rho=4.0), prompts_per_step=4, lr=1e-3, normalize="rollouts")
+    critic = Trainer(expected, name="critic", loss=value_loss, prompts_per_step=4, lr=1e-3)
+    trainer(stream)
+    critic(stream)
+    g.feedback(trainer.weights, generator, max_staleness=1)
+    g.feedback(critic.weights, values, max_staleness=1)
+    return g
+
+
 SHAPES: dict[str, Callable[[Path, Path], Result]] = {
     "light operators in one worker, and a pool": lambda policy, runs: run(
         fake_graph(scorers=(judged, quick, ranked), trainer=paced(FakeTrainer(model=MODEL), 0.2), count=400),
@@ -83,6 +117,12 @@ SHAPES: dict[str, Callable[[Path, Path], Result]] = {
     ),
     "devices in turns": lambda policy, runs: run(
         tiny_graph(policy, max_staleness=0), steps=120, gpus="shared", runs=runs, quiet=True
+    ),
+    "two trainers, forward operators, a join": lambda policy, runs: run(
+        actor_and_critic(policy), steps=60, runs=runs, quiet=True
+    ),
+    "episodes": lambda policy, runs: run(
+        episode_graph(policy, talk, talked, eval_every=20), steps=60, runs=runs, quiet=True
     ),
 }  # fmt: skip
 

@@ -14,6 +14,8 @@ _MOST_METRICS, _MOST_PARAMS, _PARAM = 1000, 100, 6000
 """Of one request, and characters of a param: MLflow's own bounds."""
 _TABLES = "mlflow.loggedArtifacts"
 """The tag by which its page knows tables."""
+_MARK = "dataflow.run"
+"""The tag by which a run is found again whose start was cut short."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,8 +57,11 @@ class MlflowTracker(Tracker):
             self._id = str(run.kept["id"])
             self._client.update_run(self._id, status="RUNNING")
         else:
-            self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
-            run.kept["id"] = self._id
+            mark = f"{run.name} {run.config.get('begun')}"
+            found = self._client.search_runs([experiment], f"tags.`{_MARK}` = '{mark}'", max_results=1)
+            if not found:
+                found = [self._client.create_run(experiment, run_name=run.name, tags={_MARK: mark})]
+            self._id = run.kept["id"] = found[0].info.run_id
             knobs = {_name(key): str(value)[:_PARAM] for key, value in run.knobs.items()}
             knobs["edges"] = "; ".join(run.edges)[:_PARAM]
             params = [Param(key, value) for key, value in knobs.items()]

@@ -28,7 +28,10 @@ class TensorboardTracker(Tracker):
 
         self._event, self._log, self._summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2
         self._tensor, self._string = tensor_pb2.TensorProto, types_pb2.DT_STRING
-        place = Path(self.folder) / run.name if self.folder else run.folder / "tensorboard"
+        if self.folder:
+            run.kept["folder"] = str(Path(self.folder).absolute())
+        elsewhere = run.kept.get("folder")
+        place = Path(elsewhere) / run.name if elsewhere else run.folder / "tensorboard"
         self._writer: Any = EventFileWriter(str(place))
         self._kept = run.kept
         if run.goes_on:

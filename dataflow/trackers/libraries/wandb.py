@@ -36,12 +36,13 @@ class WandbTracker(Tracker):
         run.kept.setdefault("id", hashlib.sha256(named.encode()).hexdigest()[:12])
         project = self.project or os.environ.get("WANDB_PROJECT") or str(run.graph.get("name"))
         run.kept.setdefault("project", project)
+        run.kept.setdefault("entity", self.entity)
         mode: Any = self.mode or os.environ.get("WANDB_MODE", "")
         why = ""
         if not mode and not _has_key(wandb):
             mode, why = "offline", " (nobody has logged in: wandb login)"
         self._run: Any = wandb.init(
-            project=run.kept["project"], entity=self.entity or None, id=run.kept["id"],
+            project=run.kept["project"], entity=run.kept["entity"] or None, id=run.kept["id"],
             name=os.environ.get("WANDB_NAME") or run.name,
             dir=str(run.folder), resume="allow", mode=mode or None, config={**run.knobs, "edges": run.edges},
             settings=wandb.Settings(

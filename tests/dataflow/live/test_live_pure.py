@@ -85,11 +85,13 @@ def test_an_exchange_is_told_by_reader_its_replicas_together_by_what_took_most()
         "taken_seconds": 0.2,
     }
     line = {"weights_sent": {"generator-0": sent, "generator-1": {**sent, "version": 6, "taken_seconds": 0.9},
-                             "values-0": {"version": 7, "handed_on": {"values-1": 7}}}}  # fmt: skip
+                             "values-0": {"version": 7, "handed_on": {"values-1": 7, "judge-0": {
+                                 "version": 5, "committed_seconds": 0.7, "taken_seconds": 0.3}}}}}  # fmt: skip
     assert exchanges(line) == {
         "generator": {"readers": 2, "version": 6, "nbytes": 10, "full_bytes": 40, "seconds": 0.1,
                       "committed_seconds": 0.5, "taken_seconds": 0.9},
         "values": {"readers": 2, "version": 7},
+        "judge": {"readers": 1, "version": 5, "committed_seconds": 0.7, "taken_seconds": 0.3},
     }  # fmt: skip
     assert exchanges({}) == exchanges({"weights_sent": None}) == exchanges({"weights_sent": {"a-0": 1}}) == {}
 

@@ -122,3 +122,76 @@ class Orphans(Tracker):
     def log(self, figures: StepFigures) -> None:
         os.kill(os.getppid(), signal.SIGKILL)
         threading.Event().wait()
+
+
+@dataclass(kw_only=True)
+class Steps(Tracker):
+    """Writes which steps it is told into a file of the run folder."""
+
+    rollouts_every = 0
+
+    def start(self, run: TrackedRun) -> str:
+        self._file = (run.folder / "steps.txt").open("a")
+        self._put(f"start {'again' if run.goes_on else 'new'}")
+        return "see steps.txt"
+
+    def log(self, figures: StepFigures) -> None:
+        self._put(f"step {figures.step}{' again' if figures.is_again else ''}")
+
+    def finish(self, outcome: str) -> None:
+        self._put(f"finish {outcome}")
+        self._file.close()
+
+    def _put(self, text: str) -> None:
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
+
+@dataclass(kw_only=True)
+class Refused(Steps):
+    """Takes two lines, then none more, like one whose disk is full."""
+
+    def start(self, run: TrackedRun) -> str:
+        self._left = 2
+        return super().start(run)
+
+    def log(self, figures: StepFigures) -> None:
+        if not self._left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._left -= 1
+        super().log(figures)
+
+
+@dataclass(kw_only=True)
+class Bulky(Tracker):
+    """Writes 16 KiB for each line into a file of its own; what is in it beyond what was kept is cut off."""
+
+    path: str = ""
+    """Empty: what the environment says."""
+    rollouts_every = 0
+
+    def start(self, run: TrackedRun) -> str:
+        path = self.path or os.environ["BULKY"]
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._kept = run.kept
+        os.ftruncate(self._file, run.kept.setdefault("size", 0))
+        os.lseek(self._file, 0, os.SEEK_END)
+        return path
+
+    def log(self, figures: StepFigures) -> None:
+        self._put(f"step {figures.step}".encode().ljust(1 << 14) + b"\n")
+
+    def finish(self, outcome: str) -> None:
+        self._put(f"finish {outcome}\n".encode())
+
+    def _put(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._file, data) :]
+        self._kept["size"] = os.lseek(self._file, 0, os.SEEK_CUR)
+
+
+class Endless(Steps):
+    """Never comes to its end."""
+
+    def finish(self, outcome: str) -> None:
+        threading.Event().wait()

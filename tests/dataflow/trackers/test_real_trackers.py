@@ -1,16 +1,17 @@
 """Each tracker against its real library, offline, read back with what the library itself reads with; skipped, with the
 reason, where the library is not installed."""
 
+import errno
 import http.client
 import json
 import os
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tracked_runs import STEPS, add, line
+from wandb_files import history, wandb_records
 
 from dataflow.folder.run_folder import RunFolder
 from dataflow.trackers import (
@@ -61,36 +62,6 @@ def test_tensorboard_has_the_curve_as_it_was_made_last_and_texts(folder: RunFold
              for tag in ("config", "graph", "rollouts")}  # fmt: skip
     assert "trainer.operator" in texts["config"] and "prompts -&gt; generator" in texts["graph"]
     assert "answer 1 4" in texts["rollouts"] and "<script>" not in texts["rollouts"]
-
-
-def wandb_records(folder: Path) -> list[list[Any]]:
-    """By part, in order: the records of .wandb files, in LevelDB's log format, 32 KiB blocks behind a header."""
-    from wandb.proto import wandb_internal_pb2
-
-    parts = []
-    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        data, at, whole, found = path.read_bytes(), 7, b"", []
-        while at + 7 <= len(data):
-            if (left := 32768 - at % 32768) < 7:
-                at += left
-                continue
-            _, length, kind = struct.unpack_from("<IHB", data, at)
-            whole += data[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):
-                record = wandb_internal_pb2.Record()
-                record.ParseFromString(whole)
-                found.append(record)
-                whole = b""
-        parts.append(found)
-    return parts
-
-
-def history(records: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in records if record.WhichOneof("record_type") == "history"
-    ]  # fmt: skip
 
 
 def test_wandb_goes_on_with_the_same_run_offline(folder: RunFolder, keep: Keep) -> None:
@@ -169,6 +140,32 @@ def test_mlflow_goes_on_with_the_same_run(
     assert {each.path for each in client.list_artifacts(run.info.run_id)} == {"graph.svg", "graph.json", "rollouts"}
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "rollouts/step-000001.json")).read_text())
     assert len(table["data"]) == 8 and "completion" in table["columns"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
+def test_mlflow_has_one_run_of_one_whose_start_was_cut_short(
+    folder: RunFolder, keep: Keep, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'dataflow-rl[mlflow]'")
+    pytest.importorskip("sqlalchemy", reason="MLflow opens no database without sqlalchemy")
+    uri, full, log = f"sqlite:///{folder.path.parent}/mlflow.db", folder.path / "full", mlflow.MlflowClient.log_batch
+
+    def refused(client: Any, *given: Any, **more: Any) -> Any:
+        if full.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return log(client, *given, **more)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refused)
+    full.touch()
+    kept = keep(MlflowTracker(uri=uri))
+    kept.until(lambda: kept.keeper._kept[0].fails == 1)
+    full.unlink()
+    kept.now += 10.0
+    assert sum("failed in 'start'" in text for text in kept.finish()) == 1
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("fakes").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["seed"] == "7"
+    assert [each.step for each in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4, 5]
 
 
 def asked(port: int, host: str = "", path: str = "/metrics") -> tuple[int, str]:

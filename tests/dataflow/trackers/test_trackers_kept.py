@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from bad_trackers import Bad, Groups, Lines
+from bad_trackers import Bad, Groups, Lines, Refused
 from tracked_runs import add, line
 
 from dataflow.folder.run_folder import RunFolder
@@ -135,3 +135,16 @@ def test_groups_are_told_to_who_wants_them_and_never_twice(folder: RunFolder, ke
     keep(Groups).finish()
     told = (folder.path / "groups.txt").read_text().splitlines()
     assert [text.split()[0] for text in told] == ["1", "2", "3", "4", "5", "6"] and told[5] == "6 [10, 11] {}"
+
+
+def test_what_a_tracker_took_before_it_failed_is_not_told_again(folder: RunFolder, keep: Keep) -> None:
+    """Of five lines it takes two each time, as one whose disk has so much room again."""
+    kept = keep(Refused)
+    for fails, pause in enumerate((10.0, 20.0), 1):
+        kept.until(lambda fails=fails: kept.keeper._kept[0].fails == fails)
+        kept.now += pause
+    said = kept.finish()
+    assert [text for text in said if text.startswith("tracker ")] == said[1:]
+    assert len(said) == 2 and "failed in 'log': OSError: [Errno 28] No space left on device" in said[1]
+    steps = [text for text in (folder.path / "steps.txt").read_text().splitlines() if text.startswith("step")]
+    assert steps == [f"step {step}" for step in range(1, 6)]

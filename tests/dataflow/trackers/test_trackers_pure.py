@@ -12,11 +12,13 @@ from dataflow import Graph, inline, run
 from dataflow.errors import GraphError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.socket_folder import CONTROL
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.trackers import PrometheusTracker, StepFigures, WandbTracker
 from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_names
 from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.libraries.markdown import table as markdown
+from dataflow.trackers.run_process import RunProcess
 from dataflow.trackers.samples import table_of
 from dataflow.trackers.tail import RunTail, TrackerPlace
 from dataflow.trackers.tracker import TrackedRun
@@ -197,3 +199,20 @@ def test_every_library_is_found_by_its_name() -> None:
         assert ChosenTracker(name=name, module=module, attribute=attribute).make().extra == name
     assert recorded_names([ChosenTracker(name="wandb", module="", attribute="")]) == ["wandb"]
     assert WandbTracker(project="a").project == "a"
+
+
+def test_a_keeper_s_scheduler_leads_until_it_ends_or_another_stands_in_its_place(folder: RunFolder) -> None:
+    parents = [7]
+    process = RunProcess(folder, 7, lambda: parents[-1])
+    assert process.is_there, "of an inline run, which takes no commands"
+    folder.write_json(CONTROL, {"pid": 6})
+    assert process.is_there, "that is the one before it, as it has not begun"
+    folder.write_json(CONTROL, {"pid": 7})
+    assert process.is_there
+    (folder.path / CONTROL).unlink()
+    assert process.is_there, "it takes no commands any more"
+    folder.write_json(CONTROL, {"pid": 8})
+    assert not process.is_there
+    folder.write_json(CONTROL, {"pid": 7})
+    parents.append(1)
+    assert not process.is_there

@@ -20,12 +20,12 @@ class Mirror(threading.Thread):
     Consumes: versions of a trainer on another host. Produces: the same versions, offered to the readers of this host.
     Waits for: messages of either side, at most `LOOK_MS`. Unblocked by: messages, the time."""
 
-    def __init__(self, writer: MirrorWriter, receiver: MirrorReceiver, own: str) -> None:
-        """Both ends are its own from now on. `own`: the name of the reader whose thread it is."""
+    def __init__(self, writer: MirrorWriter, receiver: MirrorReceiver) -> None:
+        """Both ends are its own from now on."""
         super().__init__(name="weights-mirror", daemon=True)
         self.error: BaseException | None = None
         """What ended it."""
-        self._writer, self._receiver, self._own = writer, receiver, own
+        self._writer, self._receiver = writer, receiver
         self._ending = threading.Event()
         self._note: Note = {}
 
@@ -63,9 +63,7 @@ class Mirror(threading.Thread):
             self._writer.hand_on(arrival.segment, arrival.version, arrival.line)
         self._receiver.go_on()
         self._pass_note()
-        self._receiver.serves(
-            {each.name: each.version for each in self._writer.readers if each.name != self._own and each.epoch}
-        )
+        self._receiver.serves(*self._writer.taken)
 
     def _pass_note(self) -> None:
         if (note := self._receiver.note) != self._note:

@@ -122,7 +122,7 @@ class MirroredReader(WeightReader):
             writer = MirrorWriter(layout, self._place.at(self._place.own), clock=self._clock)
         except AddressTaken:
             return  # by the attempt before this one, which is about to end
-        self._mirror = Mirror(writer, self._receive(self._whole, writer), self.name)
+        self._mirror = Mirror(writer, self._receive(self._whole, writer))
         self._mirror.start()
         _write(self._place.note, self._place.own)
         self._turn_to(self._place.own, now)

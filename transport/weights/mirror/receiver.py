@@ -124,9 +124,12 @@ class MirrorReceiver(DeltaReader):
             self.adopt()
             return True
 
-    def serves(self, readers: dict[str, int]) -> None:
-        """Tell the trainer who takes these versions from here, and which each of them holds."""
-        self._member.behind = readers
+    def serves(self, readers: dict[str, int], taken_s: dict[str, float], line: int) -> None:
+        """Tell the trainer who takes versions from here: which of that line each of them holds, and how long (s) that
+        took it, by its own clock."""
+        with self._control.changed:
+            if self._member.serves(readers, taken_s, line):
+                self._control.wake()
 
     def _taken(self) -> WholeVersion | None:
         self.verify()

@@ -24,6 +24,14 @@ class MirrorWriter(WeightWriter):
         """Of the segments in use."""
         return set(self._segments)
 
+    @property
+    def taken(self) -> tuple[dict[str, int], dict[str, float], int]:
+        """By reader that is in the version that it holds, and how long (s) that took it, where it has said so; and of
+        which trainer they are, as `hand_on` has it."""
+        readers = {each.name: each.version for each in self.readers if each.epoch}
+        known = {name: sent for name, sent in self.sent.items() if readers.get(name) == sent.version}
+        return readers, {name: sent.taken_s for name, sent in known.items()}, self._line
+
     def fresh(self) -> WriterSegment:
         """One more segment, sealed; SegmentError where there is no memory for it. In any thread."""
         return self._port.segment(self.layout.nbytes)

@@ -91,8 +91,7 @@ class Coordinator(Roster):
     @property
     def sent(self) -> dict[str, Sent]:
         """By reader group that is known, of the newest version that it has had whole."""
-        known = {name: sent for name, sent in self._sent.items() if name in self._groups}
-        return {name: replace(sent, behind=self._groups[name].behind) for name, sent in known.items()}
+        return {name: _seen(self._groups[name], sent) for name, sent in self._sent.items() if name in self._groups}
 
     @property
     def newest(self) -> int:
@@ -285,7 +284,7 @@ class Coordinator(Roster):
         if source := self._source(peer):
             group.sent[source.rank] = message.sent
             group.whole_bytes += message.whole_bytes
-            whole = message.whole_bytes * (1 + len(group.behind))
+            whole = message.whole_bytes * len({group.name, *group.behind})
             self.traffic = (self.traffic[0] + sum(message.sent), self.traffic[1] + whole)
         if message.state == DAMAGED:
             group.damage = group.damage or message.fault
@@ -296,6 +295,7 @@ class Coordinator(Roster):
             return self._end_round(group, now)
         pairs = tuple(tuple(group.sent[rank]) for rank in sorted(group.sent))
         self._sent[group.name] = Sent(group.offered, pairs, now - group.began, whole_bytes=group.whole_bytes)
+        group.arrived(group.offered)
         group.enter(Phase.VERIFIED, group.peers)
         return [(end, self._verified(group)) for end in sorted(group.waiting)]
 
@@ -324,6 +324,14 @@ class Coordinator(Roster):
 
     def _verified(self, group: Group) -> Verified:
         return Verified(epoch=group.epoch, round=group.round, version=group.offered, note=self._note)
+
+
+def _seen(group: Group, sent: Sent) -> Sent:
+    """What a group was sent, with what its readers have taken where it hands versions on."""
+    behind = dict(group.behind)
+    if (own := behind.pop(group.name, None)) is not None:
+        sent = replace(sent, committed_s=own.committed_s, taken_s=own.taken_s)
+    return replace(sent, behind=behind)
 
 
 def _told(group: Group, key: str) -> StoredValue:

@@ -25,10 +25,7 @@ from transport.weights.protocol.messages import (
     Welcome,
 )
 from transport.weights.protocol.pace import Timing
-from transport.weights.protocol.roster import Group, MemberRank, Outgoing, Phase, Roster, Sent
-
-_KEPT = 4
-"""Versions of which it is known when they were written: those that readers may still say that they have taken."""
+from transport.weights.protocol.roster import KEPT, Group, MemberRank, Outgoing, Phase, Roster, Sent
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class SegmentOffers(Roster):
     ) -> Outgoing:
         """The segment holds this version whole, and its gate is open: offer it to every reader. seconds, nbytes: that
         writing it has taken."""
-        kept = list(self._written.items())[1 - _KEPT :]
+        kept = list(self._written.items())[1 - KEPT :]
         self._written = {**dict(kept), version: _Written(now - seconds, seconds, nbytes)}
         self.segments[segment] = version
         self.front = Offer(epoch=0, version=version, segment=segment, sums=sums, digests=digests)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from transport.weights.mirror import choice
 from transport.weights.mirror.reader import travelling
 from transport.weights.rank_reader import RankReader
 
-from ..sharded_rig import full
+from ..sharded_rig import FAST, full
 from .rig import MODEL, WHOLE, holds, neighbour, offered, place_of, until
 
 HALVES = Layout.fsdp(MODEL, 2)
+LATE_S = 1.5
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,11 @@ def neighbours(keys, address, folder, count=3, **knobs):
             reader.close()
 
 
+def held(coordinator) -> dict[str, int]:
+    """Of those to whom the first reader hands versions on."""
+    return {name: taken.version for name, taken in coordinator.sent["generator-0"].behind.items()}
+
+
 @pytest.mark.parametrize("layout", [WHOLE, HALVES], ids=["1 rank", "2 ranks"])
 def test_one_reader_takes_each_version_over_the_network_and_all_hold_it(keys, folder, layout):
     with offered(keys, layout) as (trainer, address), neighbours(keys, address, folder) as (readers, mine):
@@ -61,9 +68,38 @@ def test_one_reader_takes_each_version_over_the_network_and_all_hold_it(keys, fo
         coordinator = trainer.writers[0]
         assert list(coordinator.sent) == ["generator-0"]
         size = sum(tensor.nbytes for tensor in mine[0].values())
-        until(lambda: coordinator.sent["generator-0"].behind == {"generator-1": 5, "generator-2": 5}, *readers)
+        until(lambda: held(coordinator) == {"generator-1": 5, "generator-2": 5}, *readers)
         sent, whole = coordinator.traffic
         assert sent == 5 * size and whole > sent, "what the neighbours did not ask for counts as saved"
+
+
+def test_each_exchange_is_timed_by_trainer_and_reader_also_behind_the_mirror(keys, folder):
+    """One neighbour hears of a version and takes it a while later; who hands it on is timed by its own loop, not by the
+    thread that has it first."""
+    with offered(keys) as (trainer, address), neighbours(keys, address, folder) as (readers, _):
+        coordinator = trainer.writers[0]
+        trainer.publish(1)
+        until(lambda: {each.version for each in readers} == {1}, *readers)
+        until(lambda: held(coordinator) == {"generator-1": 1, "generator-2": 1}, *readers)
+        until(lambda: coordinator.sent["generator-0"].committed_s > 0, *readers)
+        first, began = coordinator.sent["generator-0"].committed_s, time.monotonic()
+        trainer.publish(2)
+        until(lambda: coordinator.sent["generator-0"].committed_s != first, readers[0])
+        own_s = time.monotonic() - began
+        until(lambda: readers[1].poll() is not None)
+        heard = time.monotonic()
+        until(lambda: readers[1].poll() is not None and time.monotonic() - heard >= LATE_S)
+        last = time.monotonic()
+        until(lambda: {each.version for each in readers} == {2}, *readers)
+        last_s = time.monotonic() - last
+        until(lambda: held(coordinator) == {"generator-1": 2, "generator-2": 2}, *readers)
+        sent = coordinator.sent["generator-0"]
+        late, soon = sent.behind["generator-1"], sent.behind["generator-2"]
+        assert all(0 < each.taken_s <= each.committed_s for each in (sent, late, soon))
+        assert sent.committed_s <= own_s and late.taken_s >= LATE_S
+        assert soon.taken_s <= last_s and soon.committed_s >= LATE_S
+        time.sleep(4 * FAST.heartbeat_s)
+        assert coordinator.sent["generator-0"].behind == sent.behind, "as it was heard first"
 
 
 def test_a_version_lies_in_two_segments_of_which_all_parameters_are_views(keys, folder):

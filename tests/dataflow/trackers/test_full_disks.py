@@ -1,0 +1,44 @@
+"""Trackers on disks that are really full: the run goes on, it is said once, and nothing is told twice or lost."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from disks import REFUSED
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.timeout(600)]
+
+
+def made_of(program: str, *arguments: str) -> None:
+    """Run it to its end, in mounts of its own."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / program), *arguments], capture_output=True, text=True, timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if done.returncode == REFUSED:
+        pytest.skip(f"this user may not mount a disk to fill: {done.stdout.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["for_a_while", "to_the_end"])
+@pytest.mark.parametrize("tracker", ["Bulky", *(
+    pytest.param(library, marks=[pytest.mark.slow, pytest.mark.skipif(
+        importlib.util.find_spec(library) is None,
+        reason=f"{library} is not installed: pip install 'dataflow-rl[{library}]'",
+    )])
+    for library in ("tensorboard", "mlflow")
+)])  # fmt: skip
+def test_a_run_whose_tracker_has_a_full_disk_goes_on_and_all_is_told_once_there_is_room(
+    tracker: str, kind: str, policy: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    made_of("full_disk_program.py", kind, tracker, str(tmp_path), str(policy))
+
+
+@pytest.mark.parametrize("kind", ["a_moment", "until_it_is_killed", "all_of_it"])
+def test_a_run_folder_that_is_full(kind: str, tmp_path: Path) -> None:
+    """For a moment in which it is kept how far a tracker has come; and for all that a keeper has to write."""
+    made_of("full_folder_program.py", kind, str(tmp_path))
