@@ -8,18 +8,22 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from dataflow.errors import DeadlineError, Unusable
 from dataflow.system.child import end, started
 
 HOST = Path(__file__).with_name("program_host.py")
 MARKER = "DATAFLOW_PROGRAMS"
 """In the environment of all that is started there."""
+IMPORT_S = 300.0
+"""For the process to begin and to import what programs share."""
 _CLOSE_S = 5.0
 
 
@@ -47,9 +51,18 @@ class HostLine:
     unblocked by: `fileno`, readable when `ended` has something to do
     """
 
-    def __init__(self, python: str, modules: Sequence[str]) -> None:
-        """Start it. python: its interpreter. modules: imported there, for programs that are forks of it."""
-        self._command = [python, *([] if modules else ["-I"]), str(HOST), *modules]
+    is_ready: bool
+    """Whether it has imported what programs share; what it is told before waits."""
+    importing: str | None
+    """The module that it imports, or died of."""
+
+    def __init__(
+        self, python: str, modules: Sequence[str], folder: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start it. python: its interpreter. modules: imported there, for programs that are forks of it. folder: from
+        which, too."""
+        self._command = [python, *([] if modules else ["-I"]), str(HOST), folder, *modules]
+        self._clock = clock
         self._marker = secrets.token_hex(16)
         self._in, self._out = bytearray(), bytearray()
         self._begin()
@@ -72,7 +85,9 @@ class HostLine:
         self._send({"end": number})
 
     def ended(self) -> list[EndedProgram] | None:
-        """Programs that have ended, each with all that it had started; None: the process is gone, `restart` it."""
+        """Programs that have ended, each with all that it had started; None: the process is gone, `restart` it.
+
+        Raises Unusable where a module cannot be imported, DeadlineError where that takes longer than IMPORT_S."""
         self._flush()
         is_over = False
         with contextlib.suppress(BlockingIOError):
@@ -84,9 +99,14 @@ class HostLine:
                 is_over = True
         *lines, rest = bytes(self._in).split(b"\n")
         self._in = bytearray(rest)
-        found = [json.loads(line) for line in lines]
+        found = [each for each in map(json.loads, lines) if not self._is_beginning(each)]
         if is_over and not found:
             return None
+        if not self.is_ready and self._clock() > self._begun + IMPORT_S:
+            raise DeadlineError(
+                f"the process that starts programs is not ready after {IMPORT_S:g} s; found it importing "
+                f"{self.importing or 'nothing yet'}; give imports= modules that take less"
+            )
         return [EndedProgram(number=each.pop("ended"), **each) for each in found]
 
     def restart(self) -> None:
@@ -98,8 +118,21 @@ class HostLine:
         """End it, with all programs."""
         self._end(_CLOSE_S)
 
+    def _is_beginning(self, said: Mapping[str, Any]) -> bool:
+        """Take in how far it has come before it starts programs; whether that is what it said."""
+        if "failed" in said:
+            raise Unusable(
+                f"what programs share cannot be imported; found imports={said['failed']!r} to end with {said['error']} "
+                f"in {self._command[0]}; install it there, or correct imports="
+            )
+        self.importing = None if "ready" in said else said.get("importing", self.importing)
+        self.is_ready |= "ready" in said
+        return "ended" not in said
+
     def _begin(self) -> None:
         self._in, self._out = bytearray(), bytearray()
+        self.is_ready, self._begun = False, self._clock()
+        self.importing = None
         theirs: socket.socket
         self._socket: socket.socket
         self._socket, theirs = socket.socketpair()
