@@ -60,7 +60,7 @@ def check_scaled(operator: Operator, count: int, has: int) -> None:
     check_replicas(operator, count)
     if count != has and isinstance(operator, Generate) and operator.asks is not None:
         raise GraphError(
-            f"'{operator.name}' is an episode of {has} replicas, and cannot have {count} from some step of a run on, as "
-            f"its generator knows from the start whom it answers; give {count} replicas when the run starts, or more in "
+            f"'{operator.name}' is an episode of {has} replicas, and cannot have {count} from some step on, as its "
+            f"generator knows from the start whom it answers; give {count} replicas at the start of a run, or more in "
             f"its pool: @episode(processes=...), agent(concurrency=...)"
         )

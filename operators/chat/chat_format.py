@@ -174,10 +174,10 @@ class ChatFormat:
         if not more.startswith(world[: common(world, self.render([USER]))]):
             raise self._refused(f"it changes {world[-80:]!r} when the conversation goes on")
         ending = last.partition("xqs8")[2]
-        common = behind[: self._whole(behind, common(ending, behind))]
-        if not common:
+        closing = behind[: self._whole(behind, common(ending, behind))]
+        if not closing:
             raise self._refused(f"it ends a turn with {ending!r}, and with {behind[:40]!r} when more follows")
-        return common
+        return closing
 
     def _end_token(self) -> int | None:
         ids = self._ids(self.closing)

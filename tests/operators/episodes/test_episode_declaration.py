@@ -164,7 +164,7 @@ def test_an_episode_may_have_replicas_and_their_number_is_that_of_the_start() ->
     made = plan(g, Devices(cpus=4), replicas={"guess": 2, "generator": 3}, scale={5: {"guess": 2, "generator": 1}})
     assert (made.placements["guess"].replicas, made.placements["generator"].replicas) == (2, 3)
     for count in (1, 3):
-        with pytest.raises(GraphError, match=f"'guess' is an episode of 2 replicas, and cannot have {count} from some"):
+        with pytest.raises(GraphError, match=f"of 2 replicas, and cannot have {count} from some step"):
             plan(g, Devices(cpus=4), replicas={"guess": 2}, scale={5: {"guess": count}})
 
 

@@ -58,6 +58,6 @@ def test_a_run_whose_replica_of_an_episode_or_whose_generator_is_killed_goes_on_
 
 
 def test_replicas_of_an_episode_neither_join_nor_leave_while_a_run_goes_on(policy: Path, tmp_path: Path) -> None:
-    why = "'talk' is an episode of 1 replicas, and cannot have 2 from some step of a run on.*or more in its pool"
+    why = "'talk' is an episode of 1 replicas, and cannot have 2 from some step on.*or more in its pool"
     with pytest.raises(GraphError, match=why):
         run(graph(policy), steps=STEPS, runs=tmp_path, quiet=True, scale={2: {"talk": 2}})
