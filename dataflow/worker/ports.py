@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from dataflow.graph import Graph
 from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, quantized_format
-from dataflow.records import schema
+from dataflow.records import GROUP_ID, schema
 from dataflow.structure import readers_of, refresh_of
 from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
-from dataflow.worker.answer_outlets import AnswerOutlets
 from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.kept_counts import CrossedByFile, KeptCounts
@@ -33,6 +34,7 @@ from dataflow.worker.weight_ports import (
     shards_writer,
 )
 from transport.data import (
+    AnswerSender,
     EdgeCounts,
     EndCounts,
     LocalInlet,
@@ -69,7 +71,7 @@ class Ports:
             [edge.name for edge in self._edges if {edge.producer, edge.consumer} & self._nodes],
         )
         self._receivers: dict[str, Receiver] = {}
-        self._senders: dict[str, Sender | AnswerOutlets] = {}
+        self._senders: dict[str, Sender | AnswerSender] = {}
         self._local: dict[str, tuple[LocalInlet, LocalOutlet]] = {}
         """Of the edges that begin and end here."""
         self._weights: list[Any] = []
@@ -115,7 +117,7 @@ class Ports:
         return {**self._receivers, **{edge: inlet for edge, (inlet, _) in self._local.items()}}
 
     @property
-    def outlets(self) -> Mapping[str, Sender | AnswerOutlets | LocalOutlet]:
+    def outlets(self) -> Mapping[str, Sender | AnswerSender | LocalOutlet]:
         """By edge that begins here."""
         return {**self._senders, **{edge: outlet for edge, (_, outlet) in self._local.items()}}
 
@@ -243,7 +245,7 @@ class Ports:
 
     def sockets(self) -> list[Any]:
         """What may become readable."""
-        ends: list[Receiver | Sender | AnswerOutlets] = [*self._receivers.values(), *self._senders.values()]
+        ends: list[Receiver | Sender | AnswerSender] = [*self._receivers.values(), *self._senders.values()]
         weights = [end.socket for end in self._weights if end.socket is not None]
         return [socket for end in ends for socket in end.sockets] + weights
 
@@ -276,15 +278,17 @@ class Ports:
 
     def _sending(
         self, edge: Edge, addresses: list[str], sending: Callable[..., Sender], host: NodeLoops
-    ) -> Sender | AnswerOutlets:
+    ) -> Sender | AnswerSender:
         """Rows go to any of the receivers, answers to the one that asked."""
         if len(addresses) == 1 or edge.plane == "data" or edge.source != edge.consumer:
             return sending(receivers=addresses)
 
-        def askers(number: int) -> list[str]:
-            return host.loops[edge.producer].acknowledgements.askers(edge.source, number)
+        def askers(batch: pa.RecordBatch) -> list[set[int]]:
+            known = host.loops[edge.producer].acknowledgements
+            names = (known.askers(edge.source, number) for number in batch.column(GROUP_ID).to_pylist())
+            return [{int(name.rpartition("-")[2]) for name in each} for each in names]
 
-        return AnswerOutlets([sending(receivers=[address]) for address in addresses], askers)
+        return AnswerSender([sending(receivers=[address]) for address in addresses], askers)
 
     def _capacity(self, edge: Edge) -> int:
         """Of a receiver, which its senders share: so that each of many replicas may send all that is in flight."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -22,8 +23,6 @@ from dataflow.system.child import end, started
 HOST = Path(__file__).with_name("program_host.py")
 MARKER = "DATAFLOW_PROGRAMS"
 """In the environment of all that is started there."""
-IMPORT_S = 300.0
-"""For the process to begin and to import what programs share."""
 _CLOSE_S = 5.0
 
 
@@ -57,12 +56,13 @@ class HostLine:
     """The module that it imports, or died of."""
 
     def __init__(
-        self, python: str, modules: Sequence[str], folder: str = "", clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, python: str, modules: Sequence[str], folder: str = "", *, start_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """Start it. python: its interpreter. modules: imported there, for programs that are forks of it. folder: from
-        which, too."""
+        which, too. start_s: for that."""
         self._command = [python, *([] if modules else ["-I"]), str(HOST), folder, *modules]
-        self._clock = clock
+        self._start_s, self._clock = start_s, clock
         self._marker = secrets.token_hex(16)
         self._in, self._out = bytearray(), bytearray()
         self._begin()
@@ -87,7 +87,7 @@ class HostLine:
     def ended(self) -> list[EndedProgram] | None:
         """Programs that have ended, each with all that it had started; None: the process is gone, `restart` it.
 
-        Raises Unusable where a module cannot be imported, DeadlineError where that takes longer than IMPORT_S."""
+        Raises Unusable where a module cannot be imported, DeadlineError where that takes too long."""
         self._flush()
         is_over = False
         with contextlib.suppress(BlockingIOError):
@@ -102,10 +102,10 @@ class HostLine:
         found = [each for each in map(json.loads, lines) if not self._is_beginning(each)]
         if is_over and not found:
             return None
-        if not self.is_ready and self._clock() > self._begun + IMPORT_S:
+        if not self.is_ready and self._clock() > self._begun + self._start_s:
             raise DeadlineError(
-                f"the process that starts programs is not ready after {IMPORT_S:g} s; found it importing "
-                f"{self.importing or 'nothing yet'}; give imports= modules that take less"
+                f"the process that starts programs is not ready after {self._start_s:g} s; found it importing "
+                f"{self.importing or 'nothing yet'}; give imports= modules that take less, or raise Limits.start_s"
             )
         return [EndedProgram(number=each.pop("ended"), **each) for each in found]
 

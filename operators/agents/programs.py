@@ -120,14 +120,14 @@ class Programs:
 
     def __init__(
         self, agent: AgentKnobs, turns: TurnsInRun, root: str, forget: Callable[[str], None],
-        decode: Callable[[AnyArray], str], clock: Callable[[], float] = time.monotonic,
+        decode: Callable[[AnyArray], str], *, start_s: float = math.inf, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Start the process that starts programs. root: of the endpoint. forget: let go of a session. decode: tokens as
-        text."""
+        text. start_s: for that process to be ready."""
         self.restarts = 0
         self._agent, self._turns, self._root, self._forget = agent, turns, root, forget
         self._decode, self._clock = decode, clock
-        self._host = HostLine(agent.python, agent.imports, agent.script_folder)
+        self._host = HostLine(agent.python, agent.imports, agent.script_folder, start_s=start_s)
         self._check = None if agent.signature.output is None else applying(checker(agent.signature.output), True)
         self._next_job = 0
         self._sessions: dict[int, ProgramSession] = {}

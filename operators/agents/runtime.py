@@ -79,7 +79,10 @@ class AgentsRuntime(EpisodesRuntime):
         def decode(ids: AnyArray) -> str:
             return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
-        self._programs = Programs(agent, self._turns_in_run, self._endpoint.root, self._endpoint.forget, decode)
+        self._programs = Programs(
+            agent, self._turns_in_run, self._endpoint.root, self._endpoint.forget, decode,
+            start_s=context.limits.start_s,
+        )  # fmt: skip
         super().__init__(agent, context, lambda box: self._programs)
 
     def close(self) -> None:

@@ -154,8 +154,8 @@ EPISODES = (
     Law(
         "an answer goes to the replica that asked",
         "test_each_answer_goes_to_who_asked_and_is_acknowledged_by_its_row",
-        "dataflow.worker.answer_outlets:AnswerOutlets.send",
-        assigned("asked", "range(len(self._senders))"),
+        "transport.data.answers:AnswerSender.send",
+        expression("range(len(self._senders))", "asked", "range"),
         "who asked",
     ),
     Law(

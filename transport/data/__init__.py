@@ -1,5 +1,6 @@
 """The data plane: record batches between workers, in order, bounded by credit, acknowledged."""
 
+from transport.data.answers import AnswerSender
 from transport.data.channel import Delivery, Network
 from transport.data.counts import EdgeCounts, EndCounts
 from transport.data.local import LocalInlet, LocalOutlet
@@ -10,6 +11,7 @@ from transport.data.sockets import SocketNetwork
 from transport.security import Keys, make_keys
 
 __all__ = [
+    "AnswerSender",
     "Delivery",
     "EdgeCounts",
     "EndCounts",

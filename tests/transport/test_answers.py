@@ -5,9 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataflow.records import GROUP_ID
-from dataflow.worker.acknowledgements import Acknowledgements
-from dataflow.worker.answer_outlets import AnswerOutlets
+from transport.data import AnswerSender
 
 Acked = Callable[[Iterable[int]], None]
 
@@ -27,7 +25,7 @@ class FakeSender:
     def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
         assert not self.is_finished, "nothing is sent behind the end"
         if self.has_credit:
-            self.sent.append((batch.column(GROUP_ID).to_pylist(), acked))
+            self.sent.append((batch.column("number").to_pylist(), acked))
         return self.has_credit
 
     def poll(self) -> None:
@@ -44,14 +42,14 @@ class FakeSender:
         acked(range(len(groups)))
 
 
-def made(askers: dict[int, list[str]], replicas: int = 2) -> tuple[AnswerOutlets, list[FakeSender]]:
+def made(askers: dict[int, list[int]], replicas: int = 2) -> tuple[AnswerSender, list[FakeSender]]:
     senders = [FakeSender(f"at {number}") for number in range(replicas)]
     whole: list[Any] = senders
-    return AnswerOutlets(whole, askers.__getitem__), senders
+    return AnswerSender(whole, lambda batch: [askers[number] for number in batch.column("number").to_pylist()]), senders
 
 
 def answers(*numbers: int) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pydict({GROUP_ID: pa.array(numbers, pa.int64())})
+    return pa.RecordBatch.from_pydict({"number": pa.array(numbers, pa.int64())})
 
 
 def groups(sender: FakeSender) -> list[list[int]]:
@@ -59,7 +57,7 @@ def groups(sender: FakeSender) -> list[list[int]]:
 
 
 def test_each_answer_goes_to_who_asked_and_is_acknowledged_by_its_row() -> None:
-    outlet, (first, second) = made({7: ["talk-1"], 8: ["talk-0"], 9: ["talk-1"]})
+    outlet, (first, second) = made({7: [1], 8: [0], 9: [1]})
     told: list[list[int]] = []
     assert outlet.send(answers(7, 8, 9), lambda rows: told.append(sorted(rows)))
     assert (groups(first), groups(second)) == ([[8]], [[7, 9]])
@@ -69,7 +67,7 @@ def test_each_answer_goes_to_who_asked_and_is_acknowledged_by_its_row() -> None:
 
 
 def test_an_answer_that_several_asked_for_is_acknowledged_when_all_have_it() -> None:
-    outlet, (first, second) = made({7: ["talk-0", "talk-1"], 8: []})
+    outlet, (first, second) = made({7: [0, 1], 8: []})
     told: list[list[int]] = []
     assert outlet.send(answers(7, 8), lambda rows: told.append(sorted(rows)))
     assert groups(first) == groups(second) == [[7, 8]], "of whom nobody knows who asked all get it"
@@ -80,7 +78,7 @@ def test_an_answer_that_several_asked_for_is_acknowledged_when_all_have_it() -> 
 
 
 def test_a_replica_that_is_away_holds_up_nobody_else_and_has_its_answers_in_order_when_it_is_back() -> None:
-    outlet, (first, second) = made({number: [f"talk-{number % 2}"] for number in range(6)})
+    outlet, (first, second) = made({number: [number % 2] for number in range(6)})
     first.has_credit = False
     for number in range(6):
         assert outlet.send(answers(number), lambda rows: None), "requests are the bound"
@@ -93,16 +91,9 @@ def test_a_replica_that_is_away_holds_up_nobody_else_and_has_its_answers_in_orde
 
 
 def test_a_replica_that_was_started_again_elsewhere_keeps_its_place() -> None:
-    outlet, (first, second) = made({1: ["talk-1"]})
+    outlet, (first, second) = made({1: [1]})
     outlet.move_receiver("at 1", "elsewhere")
     outlet.add_receiver("elsewhere")
     assert outlet.receivers == ["at 0", "elsewhere"] and len(outlet.sockets) == 2
     outlet.send(answers(1), lambda rows: None)
     assert (groups(first), groups(second)) == ([], [[1]])
-
-
-def test_who_has_sent_rows_of_a_group_is_known_as_long_as_it_is_held() -> None:
-    held = Acknowledgements()
-    for sender in ("talk-1", "talk-0", "talk-1"):
-        held.arrive("talk", "talk", {7: lambda: None}, sender)
-    assert held.askers("talk", 7) == ["talk-1", "talk-0"]

@@ -1,34 +1,37 @@
 """The sending end of an edge of answers whose receivers are several replicas: each gets what it has asked for."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
-from dataflow.records import group_slices
-from dataflow.worker.edge_ends import Acked
-from transport.data import Sender
+from transport.data.sender import Sender
+
+Acked = Callable[[Iterable[int]], None]
 
 
-class AnswerOutlets:
-    """An end towards each replica of the node that asks: all are there from the start, and none joins or leaves.
+class AnswerSender:
+    """A sender to each replica of those who ask: all are there from the start, and none joins or leaves.
 
-    consumes: answers, in any number: there are never more than requests, which have credit
-    produces: each to whoever asked; a replica that is away holds up its own alone
-    waits for: nothing
-    unblocked by: grants and acknowledgements of each, noticed at `poll`
+    Consumes: answers, in any number: there are never more than requests, which have credit.
+    Produces: each to whoever asked, in order; a replica that is away holds up its own alone.
+    Waits for: nothing.
+    Unblocked by: grants and acknowledgements of each, noticed at `poll`.
     """
 
-    def __init__(self, senders: Sequence[Sender], askers: Callable[[int], Iterable[str]]) -> None:
-        """senders: to one replica each, in their order. askers: by the number of an answer, who asked for it, by the
-        name under which it sends."""
+    def __init__(
+        self, senders: Sequence[Sender], askers: Callable[[pa.RecordBatch], Sequence[Collection[int]]]
+    ) -> None:
+        """senders: to one replica each, in their order. askers: of a batch, by row the numbers of the replicas that
+        asked for it."""
         self._senders, self._askers = list(senders), askers
         self._waiting: list[deque[tuple[pa.RecordBatch, Acked]]] = [deque() for _ in senders]
         self._is_ending = False
 
     @property
-    def sockets(self) -> list[object]:
+    def sockets(self) -> list[Any]:
         """All that a poller should watch for reading."""
         return [socket for sender in self._senders for socket in sender.sockets]
 
@@ -46,13 +49,12 @@ class AnswerOutlets:
         """Nothing: requests are the bound."""
 
     def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
-        """Take answers; always True. acked: as of `Sender.send`; with an answer that several asked for, once all have
-        it."""
+        """Take answers; always True. acked: as of `Sender.send`; with a row that several asked for, once all have it.
+        One of which nobody knows who asked goes to all."""
         rows_of: dict[int, list[int]] = {}
-        for number, first, count in group_slices(batch):
-            asked = {_replica(name) for name in self._askers(number)} or range(len(self._senders))
-            for replica in asked:
-                rows_of.setdefault(replica, []).extend(range(first, first + count))
+        for row, asked in enumerate(self._askers(batch)):
+            for replica in asked or range(len(self._senders)):
+                rows_of.setdefault(replica, []).append(row)
         owed = Counter(row for rows in rows_of.values() for row in rows)
 
         def heard(rows: Sequence[int], some: Iterable[int]) -> None:
@@ -94,8 +96,3 @@ class AnswerOutlets:
                 waiting.popleft()
             if self._is_ending and not waiting:
                 sender.finish()
-
-
-def _replica(name: str) -> int:
-    """Of a sender, by its name."""
-    return int(name.rpartition("-")[2])
