@@ -39,7 +39,7 @@ from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place, read_place
 from dataflow.planning.placement import Need, Placement, Spot, amount
 from dataflow.planning.placing import NodeNeeds, neighbours_of, placed, workers_of
-from dataflow.planning.ranks import check_replicas, ranks_of
+from dataflow.planning.ranks import check_replicas, check_scaled, ranks_of
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, drawn_by, sinks_of, sources_of
 from dataflow.system.rank_places import Spreads
@@ -340,7 +340,7 @@ def _check_scale(graph: Structure, made: Plan, one_process: bool) -> None:
         if step < 0:
             raise GraphError(f"scale names step {step}; steps count from 0, before the first; name one of them")
         for name, count in wishes.items():
-            check_replicas(graph.operators[name], count)
+            check_scaled(graph.operators[name], count, made.placements[name].replicas)
     if one_process and made.scale:
         raise GraphError(
             f"a run in one process has one replica of everything, but scale is {dict(made.scale)}; "

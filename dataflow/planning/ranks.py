@@ -48,13 +48,19 @@ def ranks_of(operator: Operator, gpus: int, wish: int | None, one_process: bool)
 
 def check_replicas(operator: Operator, count: int) -> None:
     """Refuse a number of replicas that an operator cannot have."""
-    if count > 1 and isinstance(operator, Generate) and operator.asks is not None:
-        raise GraphError(
-            f"'{operator.name}' is an episode, to which the answers to its turns come back, and cannot run as {count} "
-            f"replicas; give it 1, and more processes: @episode(processes=...)"
-        )
     if count < 1 or (count > 1 and (operator.trains or operator.light)):
         raise GraphError(
             f"'{operator.name}' cannot run as {count} replicas; give 1 or more, to generators and forward operators "
             f"only"
+        )
+
+
+def check_scaled(operator: Operator, count: int, has: int) -> None:
+    """Refuse a number of replicas that an operator cannot have from some step of a run on. has: those that it has."""
+    check_replicas(operator, count)
+    if count != has and isinstance(operator, Generate) and operator.asks is not None:
+        raise GraphError(
+            f"'{operator.name}' is an episode of {has} replicas, and cannot have {count} from some step on, as its "
+            f"generator knows from the start whom it answers; give {count} replicas at the start of a run, or more in "
+            f"its pool: @episode(processes=...), agent(concurrency=...)"
         )

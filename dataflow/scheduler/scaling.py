@@ -14,7 +14,7 @@ leaver leaves once it has that; and while somebody is away, no join and no leave
 from collections.abc import Mapping
 
 from dataflow.errors import GraphError, nearest
-from dataflow.planning.ranks import check_replicas
+from dataflow.planning.ranks import check_scaled
 from dataflow.scheduler import addresses, seating
 from dataflow.scheduler.events import Command, NotifyUser, Send, StartWorker
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
@@ -40,7 +40,7 @@ def check(table: Table, wishes: Mapping[str, int]) -> None:
                 f"replicas are asked for '{node}', but the graph has {list(operators)}{nearest(node, operators)}; "
                 f"name one of these"
             )
-        check_replicas(operators[node], count)
+        check_scaled(operators[node], count, table.plan.placements[node].replicas)
         most = seating.most(table, node)
         if most is not None and count > most:
             raise GraphError(

@@ -51,6 +51,10 @@ class Acknowledgements:
                 found[source] = min(number, found.get(source, number))
         return found
 
+    def askers(self, source: str, group: int) -> list[str]:
+        """Who has sent rows of a group that is held."""
+        return [sender for _, sender in self._held[source, group].acks]
+
     def arrive(self, source: str, origin: str, acks: Mapping[int, Callable[[], None]], sender: str = "") -> list[int]:
         """Take a delivery's groups in; those that are new, which the runtime is to do.
 

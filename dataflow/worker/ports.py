@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from dataflow.graph import Graph
 from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, quantized_format
-from dataflow.records import schema
+from dataflow.records import GROUP_ID, schema
 from dataflow.structure import readers_of, refresh_of
 from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
@@ -31,6 +33,7 @@ from dataflow.worker.weight_ports import (
     shards_writer,
 )
 from transport.data import (
+    AnswerSender,
     LocalInlet,
     LocalOutlet,
     Receiver,
@@ -65,7 +68,7 @@ class Ports:
             [edge.name for edge in self._edges if {edge.producer, edge.consumer} & self._nodes],
         )
         self._receivers: dict[str, Receiver] = {}
-        self._senders: dict[str, Sender] = {}
+        self._senders: dict[str, Sender | AnswerSender] = {}
         self._local: dict[str, tuple[LocalInlet, LocalOutlet]] = {}
         """Of the edges that begin and end here."""
         self._weights: list[Any] = []
@@ -111,7 +114,7 @@ class Ports:
         return {**self._receivers, **{edge: inlet for edge, (inlet, _) in self._local.items()}}
 
     @property
-    def outlets(self) -> Mapping[str, Sender | LocalOutlet]:
+    def outlets(self) -> Mapping[str, Sender | AnswerSender | LocalOutlet]:
         """By edge that begins here."""
         return {**self._senders, **{edge: outlet for edge, (_, outlet) in self._local.items()}}
 
@@ -119,13 +122,13 @@ class Ports:
         """Connect the edges that begin here."""
         for edge in host.outgoing():
             if edge.consumer not in self._nodes:
-                self._senders[edge.name] = Sender(
-                    edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}",
-                    epoch=self._settings.attempt, schema=schema(edge.columns), receivers=addresses[edge.name],
-                    network=self._to_send, most_rows=edge.most_rows,
-                    peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
+                sending = functools.partial(
+                    Sender, edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}",
+                    epoch=self._settings.attempt, schema=schema(edge.columns), network=self._to_send,
+                    most_rows=edge.most_rows, peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
                     counts=self._counts.edges[edge.name],
                 )  # fmt: skip
+                self._senders[edge.name] = self._sending(edge, addresses[edge.name], sending, host)
         return self.outlets
 
     @property
@@ -145,7 +148,7 @@ class Ports:
         for edge, address in receivers.items():
             outlet = self._senders[edge]
             for known in set(before[edge]) & set(outlet.receivers):
-                if address in outlet.receivers:
+                if address in outlet.receivers and isinstance(outlet, Sender):
                     outlet.forget_receiver(known)
                 else:
                     outlet.move_receiver(known, address)
@@ -170,8 +173,10 @@ class Ports:
     def retire(self, receivers: Mapping[str, str]) -> None:
         """Send nothing new to a receiver, by edge; it hears that its stream has ended."""
         for edge, address in receivers.items():
-            if address in self._senders[edge].receivers:
-                self._senders[edge].retire_receiver(address)
+            outlet = self._senders[edge]
+            if address in outlet.receivers:
+                assert isinstance(outlet, Sender), "those who ask do not leave while a run goes on"
+                outlet.retire_receiver(address)
 
     def gone(self, receivers: Mapping[str, str]) -> bool:
         """Whether such receivers have acknowledged all, and know the end."""
@@ -237,7 +242,7 @@ class Ports:
 
     def sockets(self) -> list[Any]:
         """What may become readable."""
-        ends: list[Receiver | Sender] = [*self._receivers.values(), *self._senders.values()]
+        ends: list[Receiver | Sender | AnswerSender] = [*self._receivers.values(), *self._senders.values()]
         weights = [end.socket for end in self._weights if end.socket is not None]
         return [socket for end in ends for socket in end.sockets] + weights
 
@@ -265,8 +270,24 @@ class Ports:
             with contextlib.suppress(OSError):
                 edge.close()
 
+    def _sending(
+        self, edge: Edge, addresses: list[str], sending: Callable[..., Sender], host: NodeLoops
+    ) -> Sender | AnswerSender:
+        """Rows go to any of the receivers, answers to the one that asked."""
+        if len(addresses) == 1 or edge.plane == "data" or edge.source != edge.consumer:
+            return sending(receivers=addresses)
+
+        def askers(batch: pa.RecordBatch) -> list[set[int]]:
+            known = host.loops[edge.producer].acknowledgements
+            names = (known.askers(edge.source, number) for number in batch.column(GROUP_ID).to_pylist())
+            return [{int(name.rpartition("-")[2]) for name in each} for each in names]
+
+        return AnswerSender([sending(receivers=[address]) for address in addresses], askers)
+
     def _capacity(self, edge: Edge) -> int:
         """Of a receiver, which its senders share: so that each of many replicas may send all that is in flight."""
+        if edge.plane == "turns":
+            return edge.capacity_rows * self._plan.placements[edge.producer].replicas
         producer = self._graph.operators[edge.producer]
         alone = producer.light or not self._graph.operators[edge.consumer].trains
         return edge.capacity_rows * (1 if alone else _SENDERS)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from dataflow.errors import DeadlineError, Unusable
 from dataflow.system.child import end, let_go_on, started
 
 HOST = Path(__file__).with_name("program_host.py")
@@ -47,9 +50,19 @@ class HostLine:
     unblocked by: `fileno`, readable when `ended` has something to do
     """
 
-    def __init__(self, python: str, modules: Sequence[str]) -> None:
-        """Start it. python: its interpreter. modules: imported there, for programs that are forks of it."""
-        self._command = [python, *([] if modules else ["-I"]), str(HOST), *modules]
+    is_ready: bool
+    """Whether it has imported what programs share; what it is told before waits."""
+    importing: str | None
+    """The module that it imports, or died of."""
+
+    def __init__(
+        self, python: str, modules: Sequence[str], folder: str = "", *, start_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Start it. python: its interpreter. modules: imported there, for programs that are forks of it. folder: from
+        which, too. start_s: for that."""
+        self._command = [python, *([] if modules else ["-I"]), str(HOST), folder, *modules]
+        self._start_s, self._clock = start_s, clock
         self._marker = secrets.token_hex(16)
         self._in, self._out = bytearray(), bytearray()
         self._begin()
@@ -72,7 +85,9 @@ class HostLine:
         self._send({"end": number})
 
     def ended(self) -> list[EndedProgram] | None:
-        """Programs that have ended, each with all that it had started; None: the process is gone, `restart` it."""
+        """Programs that have ended, each with all that it had started; None: the process is gone, `restart` it.
+
+        Raises Unusable where a module cannot be imported, DeadlineError where that takes too long."""
         let_go_on(self._process)
         self._flush()
         is_over = False
@@ -85,9 +100,14 @@ class HostLine:
                 is_over = True
         *lines, rest = bytes(self._in).split(b"\n")
         self._in = bytearray(rest)
-        found = [json.loads(line) for line in lines]
+        found = [each for each in map(json.loads, lines) if not self._is_beginning(each)]
         if is_over and not found:
             return None
+        if not self.is_ready and self._clock() > self._begun + self._start_s:
+            raise DeadlineError(
+                f"the process that starts programs is not ready after {self._start_s:g} s; found it importing "
+                f"{self.importing or 'nothing yet'}; give imports= modules that take less, or raise Limits.start_s"
+            )
         return [EndedProgram(number=each.pop("ended"), **each) for each in found]
 
     def restart(self) -> None:
@@ -99,8 +119,21 @@ class HostLine:
         """End it, with all programs."""
         self._end(_CLOSE_S)
 
+    def _is_beginning(self, said: Mapping[str, Any]) -> bool:
+        """Take in how far it has come before it starts programs; whether that is what it said."""
+        if "failed" in said:
+            raise Unusable(
+                f"what programs share cannot be imported; found imports={said['failed']!r} to end with {said['error']} "
+                f"in {self._command[0]}; install it there, or correct imports="
+            )
+        self.importing = None if "ready" in said else said.get("importing", self.importing)
+        self.is_ready |= "ready" in said
+        return "ended" not in said
+
     def _begin(self) -> None:
         self._in, self._out = bytearray(), bytearray()
+        self.is_ready, self._begun = False, self._clock()
+        self.importing = None
         theirs: socket.socket
         self._socket: socket.socket
         self._socket, theirs = socket.socketpair()

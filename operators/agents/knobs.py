@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
 import importlib.util
 import re
 import shlex
@@ -86,6 +87,14 @@ class AgentKnobs(EpisodeKnobs):
         """The interpreter of the process that starts programs: the program's own, where it shares imports."""
         return self._argv()[0] if self.imports else sys.executable
 
+    @property
+    def script_folder(self) -> str:
+        """Where modules of its own are, which it may share as any: the folder of its script; empty without imports."""
+        argv = self._argv()
+        if not self.imports or len(argv) < 2 or "{" in argv[1]:
+            return ""
+        return "." if argv[1] == "-m" else str(Path(argv[1]).parent)
+
     def words(self, row: Mapping[str, Any]) -> list[str]:
         """The program and its arguments for one prompt."""
         return [_PLACE.sub(lambda found: str(row.get(found[1], found[0])), word) for word in self._argv()]
@@ -134,6 +143,12 @@ class AgentKnobs(EpisodeKnobs):
         argv = self._argv()
         if shutil.which(argv[0]) is None:
             return f"agent '{self.name}' cannot start {argv[0]!r}; found no such program; install it, or give its path"
+        for name in self.imports if argv[0] == sys.executable else ():
+            if not _is_there(name.partition(".")[0], self.script_folder):
+                return (
+                    f"agent '{self.name}' cannot import {name!r}; found no such module in {argv[0]}, nor beside its "
+                    f"program; install it, or correct imports={list(self.imports)}"
+                )
         script = argv[1] if len(argv) > 1 and argv[1].endswith(".py") else None
         if script is not None and "{" not in script and not Path(script).is_file():
             return f"agent '{self.name}' runs {script!r}; found no such file in {Path.cwd()}; give its path"
@@ -142,6 +157,16 @@ class AgentKnobs(EpisodeKnobs):
     def _argv(self) -> Sequence[str]:
         words = shlex.split(self.command)
         return [sys.executable, *words[1:]] if words and words[0] in PYTHON else words
+
+
+def _is_there(module: str, folder: str) -> bool:
+    """Whether a module can be found, in a folder too."""
+    try:
+        if module in sys.modules or importlib.util.find_spec(module) is not None:
+            return True
+        return bool(folder) and importlib.machinery.PathFinder.find_spec(module, [folder]) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _name_of(command: str) -> str:

@@ -1,11 +1,12 @@
 """Starts programs, bounds them, and ends them with all that they started; a process of its own that imports nothing.
 
-python program_host.py [MODULE ...] FD: FD is a socket on which the owner says, a line of JSON each,
+python program_host.py FOLDER [MODULE ...] FD: FD is a socket on which the owner says, a line of JSON each,
 {"start": number, "argv": [...], "env": {...}, "without": [names], "marker": text of its environment that no other has,
 "input": text, "memory_mb": n or null, "output_bytes": n} and {"end": number}, and hears {"ended": number, "status": n,
 "last": last line of its output, "errors": the end of what it said on stderr, "is_too_much": whether it said more than
-it may}. MODULE: imported here; Python programs are forks of this process then, which have them. When the owner ends, so
-does all.
+it may}. MODULE: imported here, from FOLDER too where that is not empty; Python programs are forks of this process then,
+which have them. Before anything starts the owner hears {"importing": MODULE} of each, and {"ready": true}; or
+{"failed": MODULE, "error": why}, and this process ends. When the owner ends, so does all.
 """
 
 from __future__ import annotations
@@ -354,12 +355,35 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != own]
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    modules = sys.argv[1:-1]
+    folder, modules = sys.argv[1], sys.argv[2:-1]
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        if not _import(owner, folder, modules):
+            sys.exit(1)
+        gc.collect()
+        gc.freeze()
+        _say(owner, {"ready": True})
+        ProgramHost(owner, forks=bool(modules)).serve()
+
+
+def _import(owner: socket.socket, folder: str, modules: list[str]) -> bool:
+    """Import modules, from a folder too; False where one cannot be."""
+    if folder:
+        sys.path.insert(0, folder)
     for name in modules:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    ProgramHost(owner, forks=bool(modules)).serve()
+        _say(owner, {"importing": name})
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            traceback.print_exc()
+            _say(owner, {"failed": name, "error": f"{type(error).__name__}: {error}"})
+            return False
+    if folder and folder in sys.path:
+        sys.path.remove(folder)
+    return True
+
+
+def _say(owner: socket.socket, line: dict[str, Any]) -> None:
+    owner.sendall(json.dumps(line).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -120,14 +120,14 @@ class Programs:
 
     def __init__(
         self, agent: AgentKnobs, turns: TurnsInRun, root: str, forget: Callable[[str], None],
-        decode: Callable[[AnyArray], str], clock: Callable[[], float] = time.monotonic,
+        decode: Callable[[AnyArray], str], *, start_s: float = math.inf, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Start the process that starts programs. root: of the endpoint. forget: let go of a session. decode: tokens as
-        text."""
+        text. start_s: for that process to be ready."""
         self.restarts = 0
         self._agent, self._turns, self._root, self._forget = agent, turns, root, forget
         self._decode, self._clock = decode, clock
-        self._host = HostLine(agent.python, agent.imports)
+        self._host = HostLine(agent.python, agent.imports, agent.script_folder, start_s=start_s)
         self._check = None if agent.signature.output is None else applying(checker(agent.signature.output), True)
         self._next_job = 0
         self._sessions: dict[int, ProgramSession] = {}
@@ -159,11 +159,14 @@ class Programs:
         """Carry on; the answers that have come."""
         for arrived in self._turns.taken():
             self._take(arrived)
+        is_beginning = not self._host.is_ready
         ended = self._host.ended()
         if ended is None:
             return self._bury()
         answers = [self._ended(each) for each in ended]  # before limits: one that is over is not late any more
         now = self._clock()
+        for session in self._sessions.values() if is_beginning else ():
+            session.deadline = now + self._agent.timeout_s  # none has begun while what they share was imported
         for session in self._sessions.values():
             if session.open is None and now > session.deadline and session.failure is None:
                 self.stop(session.job, f"{HUNG}: no call and no end within {self._agent.timeout_s:g} s")
@@ -320,6 +323,7 @@ class Programs:
     def _bury(self) -> list[Answer]:
         """The process that starts programs is gone, and they with it: all are started again."""
         self.restarts += 1
+        importing = f" while it imported {self._host.importing!r}" if self._host.importing else ""
         self._host.restart()
         answers = []
         for session in list(self._sessions.values()):
@@ -329,7 +333,9 @@ class Programs:
                 self._start(session)
                 continue
             del self._sessions[session.job]
-            failure = session.failure or f"{DIED}: the process that starts programs ended {session.deaths} times"
+            failure = (
+                session.failure or f"{DIED}: the process that starts programs ended {session.deaths} times{importing}"
+            )
             answers.append(Answer(session.job, [0], {0: failure}, b""))
         if not self._sessions and self.restarts > 100:
             raise WorkerDied(

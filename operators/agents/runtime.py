@@ -80,8 +80,9 @@ class AgentsRuntime(EpisodesRuntime):
             return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
         self._programs = Programs(
-            agent, self._turns_in_run, self._endpoint.root, self._endpoint.forget, decode, context.clock
-        )
+            agent, self._turns_in_run, self._endpoint.root, self._endpoint.forget, decode,
+            start_s=context.limits.start_s, clock=context.clock,
+        )  # fmt: skip
         super().__init__(agent, context, lambda box: self._programs)
 
     def close(self) -> None:

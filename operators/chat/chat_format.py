@@ -106,6 +106,16 @@ class ChatFormat:
             rest = rest[at:]
         return [*found, rest]
 
+    def calling(self, name: str, arguments: Mapping[str, Any], number: str = PROBE_CALL_ID) -> str:
+        """What the template lays out of a turn that calls a tool, from where the turn begins on, and behind it. Raises
+        ChatError."""
+        call = {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": number, "name": name, "content": "xqr8"}
+        text = self.render([USER, turn, result], [PROBE_TOOL])
+        begin = self.render([USER], [PROBE_TOOL], opens=False)
+        return text[self._whole(text, common(begin, text)) :]
+
     def encode(self, text: str, *, behind_end: bool = False) -> list[int]:
         """Tokens of a text alone, no special tokens added. behind_end: as it is encoded behind the end of a turn."""
         if not text:
@@ -147,7 +157,7 @@ class ChatFormat:
         closed, opened = self.render([USER], opens=False), self.render([USER])
         if USER["content"] not in opened:
             raise self._refused(f"a user's message does not stand in what it lays out, {opened[-80:]!r}")
-        return opened[self._whole(opened, _common(closed, opened)) :]
+        return opened[self._whole(opened, common(closed, opened)) :]
 
     def _closing(self) -> str:
         """What stands behind a turn both when it is the last and when more follows."""
@@ -161,13 +171,13 @@ class ChatFormat:
         if behind != longer.partition("Another, 9 x longer.")[2] or NEXT_USER["content"] not in behind:
             raise self._refused(f"what follows a turn of the assistant's depends on the turn, as {behind[:80]!r} does")
         world = self.render([USER], opens=False)
-        if not more.startswith(world[: _common(world, self.render([USER]))]):
+        if not more.startswith(world[: common(world, self.render([USER]))]):
             raise self._refused(f"it changes {world[-80:]!r} when the conversation goes on")
         ending = last.partition("xqs8")[2]
-        common = behind[: self._whole(behind, _common(ending, behind))]
-        if not common:
+        closing = behind[: self._whole(behind, common(ending, behind))]
+        if not closing:
             raise self._refused(f"it ends a turn with {ending!r}, and with {behind[:40]!r} when more follows")
-        return common
+        return closing
 
     def _end_token(self) -> int | None:
         ids = self._ids(self.closing)
@@ -190,20 +200,15 @@ class ChatFormat:
 
     def _find_calls(self) -> None:
         """How arguments are given to the template, and what it writes for a call."""
-        call = {"id": PROBE_CALL_ID, "type": "function", "function": {"name": "xqf3", "arguments": {"xqp5": "xqg7"}}}
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "tool_call_id": PROBE_CALL_ID, "name": "xqf3", "content": "xqr8"}
         for self.arguments_are_text in (False, True):
             try:
-                text = self.render([USER, turn, result], [PROBE_TOOL])
-                begin = self.render([USER], [PROBE_TOOL], opens=False)
+                text = self.calling("xqf3", {"xqp5": "xqg7"})
             except ChatError:
                 continue
-            text = text[self._whole(text, _common(begin, text)) :]
             at = text.rfind("xqg7")
             close = text.find(self.closing, at)
             if 0 <= at < close and "xqf3" in text[:at] and not text[at:].startswith('xqg7\\"'):
-                self.calls = text[self._whole(text, _common(self.opening, text)) : close]
+                self.calls = text[self._whole(text, common(self.opening, text)) : close]
                 return
         self.arguments_are_text = False
 
@@ -220,7 +225,7 @@ class ChatFormat:
         )
 
 
-def _common(left: str, right: str) -> int:
+def common(left: str, right: str) -> int:
     """How many characters two texts begin with alike."""
     pairs = zip(left, right, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

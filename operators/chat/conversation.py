@@ -125,15 +125,19 @@ class Conversation:
             self._unanswered = take_back
         return np.concatenate([np.zeros(0, np.int32), *(part.ids for part in self._parts)])
 
-    def say(self, drawn: RolloutTokens, *, text: str | None = None, message: Message | None = None) -> ReadTurn:
+    def say(
+        self, drawn: RolloutTokens, *, begun: Sequence[int] = (), text: str | None = None,
+        message: Message | None = None,
+    ) -> ReadTurn:  # fmt: skip
         """What the policy sampled behind the last prompt; gives it as a message, calls of tools read.
 
         Args:
-            text: without what ended it (end token, stop string); None: without an end token.
+            begun: ids that the turn was made to begin with, which the policy saw and did not sample.
+            text: of the whole turn, without what ended it (end token, stop string); None: without an end token.
             message: the turn as a message; None: as it is read in the text.
         """
         self.prompt()
-        ids = drawn.ids.tolist()
+        ids = [*begun, *drawn.ids.tolist()]
         whole = self.form.decode(ids)
         tail = self.form.decode(ids[-1:]) if ids and ids[-1] in self.form.ends else ""
         if text is None:
@@ -142,6 +146,7 @@ class Conversation:
             tail = whole[len(text) :]
         made = self._read(text) if message is None else ReadTurn(message)
         self._called += len(made.message.get("tool_calls") or ())
+        self._put(RolloutTokens.given(np.asarray(begun, np.int32)), NO_TURN)
         self._put(drawn, self._turn)
         self._said.append(Said(made.message, tuple(ids), whole, tail))
         self.messages.append(made.message)

@@ -99,6 +99,8 @@ class AskedPrompt:
     encoded: Encoded
     conversation: Conversation | None = None
     """Where a later prompt may go on from it by its messages."""
+    begun: tuple[int, ...] = ()
+    """The last of its tokens: those that the turn is made to begin with, as a tool has to be called."""
 
 
 @dataclass(eq=False)
@@ -110,6 +112,8 @@ class CallPrompt:
     text: str | None
     """The prompt as rendered; None where it was given as token ids, or has a conversation."""
     conversation: Conversation | None = None
+    begun: tuple[int, ...] = ()
+    """As in `AskedPrompt`."""
     work: Work | None = None
 
     @property
@@ -123,7 +127,7 @@ class CallPrompt:
             if self.conversation is None or choice.failed or choice.message is None:
                 continue
             conversation = self.conversation.fork()
-            conversation.say(choice.tokens, text=choice.transcript.text, message=choice.message)
+            conversation.say(choice.tokens, begun=self.begun, text=choice.transcript.text, message=choice.message)
             ids = [*self.group.prompt_tokens, *choice.tokens.ids.tolist()]
             yield self.group.rollout_id(position), conversation, ids
 

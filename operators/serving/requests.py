@@ -65,6 +65,8 @@ class Request:
     messages: tuple[Mapping[str, Any], ...] = ()
     """Of a chat."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    must_call: tuple[str, ...] = ()
+    """Names of tools of which one has to be called; none: none has to."""
     max_tokens: int | None = None
     """Most tokens of a completion; None: what the context has room for."""
     temperature: float = 1.0
@@ -114,6 +116,7 @@ def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
         prompts=() if chat else _prompts(given, bounds.rollouts // n),
         messages=_messages(given, bounds) if chat else (),
         tools=_tools(given) if chat else (),
+        must_call=_must_call(given) if chat else (),
         max_tokens=_max_tokens(kind, given),
         temperature=_number(given, "temperature", 1.0, least=0.0),
         top_p=_number(given, "top_p", 1.0, above=0.0, most=1.0),
@@ -228,19 +231,33 @@ def _tool_call(where: str, call: Any, values: int) -> Any:
 
 
 def _tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    choice = given.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise bad(
-            "tool_choice",
-            f"'tool_choice' can force no call, as every token is drawn from the policy's own distribution, which is "
-            f'recorded; found {_shown(choice)}; send "auto", with the tools that may be called and no others, and '
-            f'ask for the call in a message; or "none"',
-            "unsupported_parameter",
-        )
     found = _list("tools", given.get("tools", []))
     if not all(isinstance(tool, dict) for tool in found):
         raise bad("tools", f"'tools' must be a list of objects; found {_shown(found)}; mend it")
-    return tuple(found) if choice == "auto" else ()
+    return () if given.get("tool_choice") == "none" else tuple(found)
+
+
+def _must_call(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of tools of which one has to be called, as `tool_choice` says."""
+    choice = given.get("tool_choice", "auto")
+    if choice in ("auto", "none"):
+        return ()
+    names = [name for name in map(_function_name, _tools(given)) if name is not None]
+    if names and choice == "required":
+        return tuple(dict.fromkeys(names))
+    if isinstance(choice, dict) and choice.get("type") == "function" and _function_name(choice) in names:
+        return (str(_function_name(choice)),)
+    raise bad(
+        "tool_choice",
+        f"'tool_choice' may be auto, none, required, or a function among the tools of the call; found "
+        f"{_shown(choice)} and tools {_shown(names)}; send tools, and one of these",
+    )
+
+
+def _function_name(named: Mapping[str, Any]) -> str | None:
+    function = named.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _max_tokens(kind: Kind, given: Mapping[str, Any]) -> int | None:

@@ -9,6 +9,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ import xxhash
 
 from dataflow.errors import RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.chat.call_opening import call_opening
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.conversation import Past
 from operators.chat.tool_calls import format_of
@@ -173,6 +175,7 @@ class Service:
             self._check_size("tools", json.dumps(request.tools))
             text = self._rendered(request)
             self._check_size("messages", text)
+            begun = self._begun(request.must_call)
             if self._sessions is None:
                 encoded = encode(self.vocabulary, self._exchanges, text, session=session, chat=True)
                 return [AskedPrompt(shown, text, encoded)]
@@ -180,7 +183,8 @@ class Service:
                 conversation, encoded = self._sessions.begin(session, request.messages, request.tools)
             except ChatError as error:
                 raise bad("messages", str(error)) from error
-            return [AskedPrompt(shown, None, encoded, conversation)]
+            encoded = replace(encoded, tokens=(*encoded.tokens, *begun))
+            return [AskedPrompt(shown, None, encoded, conversation, begun)]
         found = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
@@ -191,6 +195,19 @@ class Service:
                 self._check_tokens("prompt", prompt)
                 found.append(AskedPrompt(self.vocabulary.decode(prompt, special=True), None, Encoded(prompt)))
         return found
+
+    def _begun(self, must_call: Sequence[str]) -> tuple[int, ...]:
+        """Tokens that a turn is made to begin with in which one of these tools has to be called. Raises ApiError where
+        the chat template has none."""
+        if not must_call:
+            return ()
+        try:
+            if self._sessions is None:
+                why = "no call can be forced with this chat template; its delimiters were not found"
+                raise ChatError(f'{why}; send tool_choice="auto"')
+            return tuple(self._sessions.form.encode(call_opening(self._sessions.form, must_call)))
+        except ChatError as error:
+            raise bad("tool_choice", str(error), "unsupported_parameter") from error
 
     def _check_size(self, param: str, text: str) -> None:
         """Refuse a text that is far too long to be made tokens of."""
@@ -266,14 +283,14 @@ class Service:
         choices = [
             Choice(
                 first + i,
-                Transcript(self.vocabulary, request.stop),
+                Transcript(self.vocabulary, request.stop, prompt.begun),
                 calls=reads,
                 tools=request.tools,
                 first_call=_first_call(encoded.tokens, first + i),
             )
             for i in range(request.n)
         ]
-        return CallPrompt(group, choices, prompt.text, prompt.conversation)
+        return CallPrompt(group, choices, prompt.text, prompt.conversation, prompt.begun)
 
     def _check_room(self, call: ServedCall) -> None:
         """Refuse a call that the context has no room for; it is recorded, as any rollout that came to nothing."""
@@ -357,4 +374,5 @@ def _first_call(prompt: Sequence[int], index: int) -> int:
 def _parameters(request: Request) -> dict[str, Any]:
     names = ("max_tokens", "n", "stop", "stop_tokens", "seed")
     tools = {"tools": list(request.tools)} if request.tools else {}
-    return {**request.knobs, **{name: getattr(request, name) for name in names}, **tools}
+    forced = {"must_call": list(request.must_call)} if request.must_call else {}
+    return {**request.knobs, **{name: getattr(request, name) for name in names}, **tools, **forced}

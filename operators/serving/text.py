@@ -99,13 +99,14 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 class Transcript:
     """The text of one completion: `text` may be shown, and only ever grows."""
 
-    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
-        """Begin empty; the text ends before the first of `stops`."""
+    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = (), begun: Sequence[int] = ()) -> None:
+        """The text ends before the first of `stops`. begun: tokens that it begins with, in which no stop is looked
+        for."""
         self._detokenizer = Detokenizer(vocabulary)
         self._stops = tuple(stops)
         self._longest = max((len(stop) for stop in stops), default=0)
-        self._all = ""
-        self._shown = 0
+        self._all = "".join(map(self._detokenizer.push, begun))
+        self._begun = self._shown = len(self._all)
         self._cut = False
         self.offsets: list[int] = []
         """By token, how many characters are certain before it."""
@@ -126,7 +127,7 @@ class Transcript:
         self.offsets.append(len(self._all))
         self._add(self._detokenizer.push(token))
         if not self._cut:
-            self._shown = len(self._all) - held_back(self._all, self._stops)
+            self._shown = len(self._all) - held_back(self._all[self._begun :], self._stops)
 
     def finish(self) -> None:
         """No token comes any more."""
@@ -143,7 +144,7 @@ class Transcript:
         return sum(self.end_of(count) <= self._shown for count in range(1, len(self.offsets) + 1))
 
     def _add(self, new: str) -> None:
-        since = max(0, len(self._all) - self._longest + 1)
+        since = max(self._begun, len(self._all) - self._longest + 1)
         self._all += new
         if new and not self._cut:
             places = [at for at in (self._all.find(stop, since) for stop in self._stops) if at >= 0]

@@ -189,6 +189,28 @@ def test_episodes_take_turns_with_a_generator_on_another_host(talks: Callable[..
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", ["h1", "h3"])
+def test_replicas_of_an_episode_on_two_hosts_go_on_when_one_of_them_or_the_generators_is_lost(
+    host: str, start: Start, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLICY", str(policy))
+    where = ("--place", "talk=h1+h2,generator=h3,trainer=h4", "--replicas", "talk=2", "--quiet")
+    program = str(PROGRAM.with_name("local_episodes.py"))
+    run = start(*where, "--on", "local:5", "--size", "0", command=(program,))
+    run.further()
+    config = json.loads((run.folder.path / "config.json").read_text())
+    assert config["hosts"]["talk"] == ["h1", "h2"]
+    os.kill(run.agents()[host], signal.SIGKILL)
+    lost = {"h1": "talk-0", "h3": "generator-0"}[host]
+    wait_until(lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host")
+    run.further(6)
+    ask(run, "stop")
+    run.process.wait(60)
+    run.is_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("host", ["h1", "h2"])
 def test_episodes_go_on_when_their_host_or_that_of_the_generator_is_lost(
     host: str, talks: Callable[..., Under]

@@ -152,6 +152,20 @@ EPISODES = (
         "the exit status",
     ),
     Law(
+        "an answer goes to the replica that asked",
+        "test_each_answer_goes_to_who_asked_and_is_acknowledged_by_its_row",
+        "transport.data.answers:AnswerSender.send",
+        expression("range(len(self._senders))", "asked", "range"),
+        "who asked",
+    ),
+    Law(
+        "time that imports take is no time of the programs",
+        "test_time_that_imports_take_is_no_time_of_the_programs",
+        "operators.agents.programs:Programs.poll",
+        without("is_beginning", "_sessions"),
+        "that their clock begins when they do",
+    ),
+    Law(
         "turns have room for all rollouts in flight",
         "test_turns_travel_on_two_edges_of_their_own_with_room_for_all_rollouts_in_flight",
         "dataflow.planning.wiring:_turns",

@@ -1,5 +1,6 @@
 """The data plane: record batches between workers, in order, bounded by credit, acknowledged."""
 
+from transport.data.answers import AnswerSender
 from transport.data.channel import Network
 from transport.data.counts import EdgeCounts, EndCounts
 from transport.data.delivery import Delivery
@@ -11,6 +12,7 @@ from transport.data.sockets import SocketNetwork
 from transport.security import Keys, make_keys
 
 __all__ = [
+    "AnswerSender",
     "Delivery",
     "EdgeCounts",
     "EndCounts",

@@ -35,8 +35,7 @@ def parse_messages(body: Any, bounds: Bounds) -> Request:
         messages += _messages(f"messages[{place}]", message)
     chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
     chat |= {"messages": messages, "stop": given.get("stop_sequences"), "user": _user(given)}
-    if given.get("tools"):
-        chat |= {"tools": [_tool(tool) for tool in given["tools"]], "tool_choice": _tool_choice(given)}
+    chat |= {"tools": [_tool(tool) for tool in given.get("tools") or ()], "tool_choice": _tool_choice(given)}
     return parse("chat", chat, bounds)
 
 
@@ -48,6 +47,8 @@ def _user(given: Mapping[str, Any]) -> Any:
 def _tool_choice(given: Mapping[str, Any]) -> Any:
     choice = given.get("tool_choice", {"type": "auto"})
     kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
     return {"auto": "auto", "none": "none", "any": "required"}.get(str(kind), choice)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from operators.serving.apis.api import Api, named_event, only_fields, texts_of
@@ -39,10 +39,16 @@ def parse_response(body: Any, bounds: Bounds) -> Request:
         name: given[name] for name in ("model", "temperature", "top_p", "stream", "user") if name in given
     }
     chat |= {"messages": messages, "max_tokens": given.get("max_output_tokens")}
-    if given.get("tools"):
-        tools = [_tool(tool) for tool in given["tools"]]
-        chat |= {"tools": tools, "tool_choice": given.get("tool_choice", "auto")}
+    chat["tools"] = [_tool(tool) for tool in given.get("tools") or ()]
+    chat["tool_choice"] = _tool_choice(given.get("tool_choice"))
     return parse("chat", chat, bounds)
+
+
+def _tool_choice(choice: Any) -> Any:
+    """As a chat has it."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
 def _tool(tool: Any) -> Any:
@@ -88,9 +94,15 @@ def _head(call: ServedCall) -> dict[str, Any]:
         "id": f"resp_{call.request_id}", "object": "response", "created_at": call.created, "model": request.model,
         "status": "in_progress", "error": None, "incomplete_details": None, "instructions": None, "metadata": {},
         "output": [], "parallel_tool_calls": True, "temperature": request.temperature, "top_p": request.top_p,
-        "tool_choice": "auto", "tools": tools,
+        "tool_choice": _chosen(request.must_call), "tools": tools,
         "max_output_tokens": request.max_tokens, "previous_response_id": None, "truncation": "disabled", "usage": None,
     }  # fmt: skip
+
+
+def _chosen(must_call: Sequence[str]) -> Any:
+    if len(must_call) == 1:
+        return {"type": "function", "name": must_call[0]}
+    return "required" if must_call else "auto"
 
 
 def _usage(call: ServedCall) -> dict[str, Any]:

@@ -120,3 +120,10 @@ def test_every_group_of_a_delivery_is_acknowledged_once_and_not_while_it_is_need
         newest = {group: of for group, of in newest.items() if group in inside or under_way[group]}
         for number_of, groups in deliveries.items():
             assert all(acked[number_of, group] == (newest.get(group) != number_of) for group in groups)
+
+
+def test_who_has_sent_rows_of_a_group_is_known_as_long_as_it_is_held() -> None:
+    held = Acknowledgements()
+    for sender in ("talk-1", "talk-0", "talk-1"):
+        held.arrive("talk", "talk", {7: lambda: None}, sender)
+    assert held.askers("talk", 7) == ["talk-1", "talk-0"]

@@ -83,6 +83,16 @@ def test_a_program_that_is_not_there_is_named_before_anything_starts(tmp_path: P
     assert "found no such program" in str(agent("no-such-program-anywhere").missing())
 
 
+def test_a_module_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+    script = tmp_path / "solve.py"
+    script.write_text("")
+    (tmp_path / "beside_the_script.py").write_text("")
+    for modules, missing in ((("json", "no_such_thing.inner"), True), (("json", "beside_the_script"), False)):
+        said = agent(f"python {script}", imports=modules).missing()
+        assert ("cannot import 'no_such_thing.inner'; found no such module" in str(said)) == missing
+    assert "no_such_thing" not in str(agent(f"/bin/sh {script}", imports=("no_such_thing",)).missing())
+
+
 def test_a_program_finds_the_endpoint_and_no_proxy_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "example.org")
     found = environment("http://127.0.0.1:1", "sk-1", {"MORE": "1", "OPENAI_API_KEY": "another"})

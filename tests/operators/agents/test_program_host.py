@@ -15,6 +15,7 @@ import psutil
 import pytest
 from rigs.machine import wait_until
 
+from dataflow.errors import DeadlineError, Unusable
 from operators.agents.host_line import EndedProgram, HostLine
 
 WAIT_S = 30.0
@@ -118,6 +119,52 @@ def test_programs_are_forks_of_what_they_import_and_none_draws_as_another(tmp_pa
     assert all(each.last.startswith("a line __main__ ['argument'] True ") for each in found.values())
     assert all((each.status, each.errors) == (1, "in the end\n") for each in found.values())
     assert found[0].last != found[1].last
+
+
+def test_a_module_that_cannot_be_imported_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "breaks_inside.py").write_text("raise RuntimeError('no licence')\n")
+    for module, why in (("no_such_module_anywhere", "ModuleNotFoundError"), ("breaks_inside", "no licence")):
+        line = HostLine(sys.executable, ["json", module], str(tmp_path))
+        try:
+            with pytest.raises(Unusable, match=f"cannot be imported; found imports='{module}' to end with .*{why}"):
+                wait_until(lambda each=line: each.ended() is None, WAIT_S)
+        finally:
+            line.close()
+
+
+def test_modules_beside_a_program_are_shared_too_and_it_is_ready_when_they_are_there(tmp_path: Path) -> None:
+    """A fork has what the module had made; what else stands on the path is as without imports."""
+    (tmp_path / "heavy_state.py").write_text("import os\nmade_by = os.getpid()\n")
+    script = tmp_path / "program.py"
+    script.write_text("import heavy_state, os, sys\nprint(heavy_state.made_by == os.getppid(), len(sys.path))\n")
+    line = HostLine(sys.executable, ["heavy_state"], str(tmp_path))
+    plain = HostLine(sys.executable, [])
+    try:
+        assert not line.is_ready
+        for number in range(2):
+            start(line, number, sys.executable, str(script))
+        start(plain, 2, sys.executable, str(script), without=[])
+        found = ended(line, 2) | ended(plain, 1)
+    finally:
+        line.close()
+        plain.close()
+    assert line.is_ready and line.importing is None
+    lasts = [found[number].last.split() for number in range(3)]
+    assert [shared for shared, _ in lasts] == ["True", "True", "False"], found
+    assert len({size for _, size in lasts}) == 1
+
+
+def test_imports_that_take_too_long_are_named(tmp_path: Path) -> None:
+    now = [0.0]
+    (tmp_path / "never_there.py").write_text("import time\ntime.sleep(600)\n")
+    line = HostLine(sys.executable, ["never_there"], str(tmp_path), start_s=50.0, clock=lambda: now[0])
+    try:
+        wait_until(lambda: line.ended() == [] and line.importing == "never_there", WAIT_S)
+        now[0] = 51.0
+        with pytest.raises(DeadlineError, match="not ready after 50 s; found it importing never_there"):
+            line.ended()
+    finally:
+        line.close()
 
 
 def test_when_the_process_that_starts_programs_dies_they_end_and_others_can_be_started(line: HostLine) -> None:

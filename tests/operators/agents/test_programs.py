@@ -1,88 +1,79 @@
-"""What programs ask while the process that starts them dies, or while their worker stands still."""
+"""Programs as the worlds of episodes: what their limits of time count, and what they do not."""
 
-import os
-import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
-from rigs.machine import alive, wait_until
+from rigs.machine import wait_until
 
-from dataflow import Graph, Model
-from dataflow.runtime import Context
-from operators import Generator, Prompts, agent
+from dataflow.scoring.pool import Answer
+from operators import agent
 from operators.agents.programs import Programs
 from operators.agents.turns_in_run import TurnsInRun
 from operators.episodes.worlds import row_bytes
-from operators.serving.work import News, Work
 
-TIMEOUT_S = 30.0
-ROW = row_bytes(pa.RecordBatch.from_pydict({"prompt": ["2+2="]}))
-
-
-class Clock:
-    """Seconds that a test passes."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+WAIT_S = 30.0
 
 
 @pytest.fixture
-def begun() -> Iterator[tuple[Programs, TurnsInRun, Clock]]:
-    """A program that runs, and asks as a test likes."""
-    turns, clock = TurnsInRun(64), Clock()
-    declared = agent("sleep 1000", name="sleeper", timeout_s=TIMEOUT_S)
-    made = Programs(declared, turns, "http://127.0.0.1:9", lambda key: None, lambda ids: "", clock)
-    made.submit(1, lambda start, stop: ROW)
-    yield made, turns, clock
-    made.close()
-    turns.let_go()
+def programs_of() -> Iterator[Callable[..., Programs]]:
+    made: list[Programs] = []
+
+    def make(command: str, clock: Callable[[], float], **knobs: Any) -> Programs:
+        made.append(
+            Programs(agent(command, **knobs), TurnsInRun(64), "http://127.0.0.1:1", lambda _: None, str, clock=clock)
+        )
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
-def asking(turns: TurnsInRun, programs: Programs, told: list[News]) -> None:
-    """A call of the program's, as the endpoint hands it over."""
-    (key,) = programs._by_key
-    work = Work(
-        prompt=np.array([1, 2]), limit=64, seeds=[0], sampling=None, stop=None, tell=told.append, session=key
-    )  # fmt: skip
-    turns.submit([work])
+def answers_of(programs: Programs, count: int) -> list[Answer]:
+    found: list[Answer] = []
+
+    def all_are_there() -> bool:
+        found.extend(programs.poll())
+        return len(found) >= count
+
+    wait_until(all_are_there, WAIT_S)
+    return found
 
 
-def test_a_question_of_a_program_that_died_with_its_host_is_nobodys(begun: Any) -> None:
-    """Where both are heard of at the same time."""
-    programs, turns, _ = begun
-    told: list[News] = []
-    asking(turns, programs, told)
-    os.kill(programs.pid, signal.SIGKILL)
-    wait_until(lambda: not alive([programs.pid]), what="the end of the host")
-    assert programs.poll() == [] and programs.restarts == 1
-    assert programs.asked() == [] and len(told) == 1 and told[0].refusal is not None
-    asking(turns, programs, told)
+def submit(programs: Programs) -> int:
+    return programs.submit(1, lambda start, stop: row_bytes(pa.RecordBatch.from_pylist([{"prompt": "a"}])))
+
+
+def test_time_that_imports_take_is_no_time_of_the_programs(
+    programs_of: Callable[..., Programs], tmp_path: Path
+) -> None:
+    """They are ordered while what they share is imported, which takes longer than they may."""
+    go, now = tmp_path / "go", [0.0]
+    (tmp_path / "waits.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.02)\n"
+    )
+    (tmp_path / "solve.py").write_text("print(1)\n")
+    programs = programs_of(f"python {tmp_path}/solve.py", lambda: now[0], imports=("waits",), timeout_s=2.0)
+    submit(programs)
     assert programs.poll() == []
-    (asked,) = programs.asked()
-    assert programs.question(asked, {})[1].conversation == 0
+    now[0] = 1000.0
+    assert programs.poll() == []
+    go.touch()
+    (answer,) = answers_of(programs, 1)
+    assert "never called the endpoint" in answer.failures[0], answer.failures
 
 
-def test_a_program_is_late_by_the_clock_of_its_worker(policy: Path) -> None:
-    """Which stands still while that is stopped, and its endpoint with it."""
-    pytest.importorskip("uvicorn", reason="the endpoint needs the extra 'serve'")
-    g, clock, declared = Graph("g"), Clock(), agent("sleep 1000", name="sleeper", timeout_s=1e-3)
-    declared(Generator(Model(str(policy)).frozen()), g.source(Prompts([{"prompt": "a"}])))
-    runtime: Any = g.operators["sleeper"].build(Context(node="sleeper", clock=clock))
-    try:
-        programs: Programs = runtime._programs
-        programs.submit(1, lambda start, stop: ROW)
-        time.sleep(0.01)
-        assert programs.poll() == []
-        clock.now = 1.0
-        answers: list[Any] = []
-        wait_until(lambda: answers.extend(programs.poll()) or answers, what="the end of the program")
-        assert "hung: no call and no end within 0.001 s" in answers[0].failures[0]
-    finally:
-        runtime.close()
+def test_a_program_that_neither_calls_nor_ends_is_late_once_it_runs(
+    programs_of: Callable[..., Programs], tmp_path: Path
+) -> None:
+    now, begun = [0.0], tmp_path / "begun"
+    (tmp_path / "solve.py").write_text(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(600)\n")
+    programs = programs_of(f"python {tmp_path}/solve.py", lambda: now[0], imports=("json",), timeout_s=2.0)
+    submit(programs)
+    wait_until(lambda: programs.poll() == [] and begun.exists(), WAIT_S)
+    now[0] = 3.0
+    (answer,) = answers_of(programs, 1)
+    assert answer.failures[0] == "hung: no call and no end within 2 s"

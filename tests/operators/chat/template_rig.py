@@ -1,5 +1,6 @@
 """Byte-level BPE tokenizers that merge over line ends and over delimiters' borders, with chat templates for them."""
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -13,6 +14,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.chat.call_opening import call_opening
+from operators.chat.chat_format import ChatError
 
 SPECIAL = re.compile(r"<[|｜][^<>|｜\s]{2,40}[|｜]>|<(?:start|end)_of_turn>|\[/?[A-Z_]{4,20}\]")
 """What stands in templates for a special token."""
@@ -147,6 +150,14 @@ def call(form, rng, content, place):
     return content + text, {"role": "assistant", "content": content, "tool_calls": [made]}
 
 
+@functools.cache
+def opening_of(form):
+    """What a call of TOOL is made to begin with, where it has to be one; nothing where the template has no such."""
+    with contextlib.suppress(ChatError):
+        return call_opening(form, ["add"])
+    return ""
+
+
 def conversed(form, conversation, rng, *, turns, tools, cut=0.2):
     """Speak at random; what was sampled, turn by turn, and (prompt ids, messages) before each turn."""
     said, prompts = [], []
@@ -154,13 +165,16 @@ def conversed(form, conversation, rng, *, turns, tools, cut=0.2):
     for turn in range(turns):
         prompts.append((conversation.prompt(), list(conversation.messages)))
         ends = rng.random() >= cut
+        begun = ""
         if tools and rng.random() < 0.5:
             text, message = call(form, rng, "", turn)
+            begun = rng.choice(["", opening_of(form)])
+            assert text.startswith(begun)
         else:
             text = words(rng)
             message = {"role": "assistant", "content": text}
-        drawn = sampled(form, text, rng, ends=ends, version=turn)
-        conversation.say(drawn, message=message)
+        drawn = sampled(form, text.removeprefix(begun), rng, ends=ends, version=turn)
+        conversation.say(drawn, begun=form.encode(begun), message=message)
         said.append(drawn)
         if message.get("tool_calls"):
             number = message["tool_calls"][0]["id"]

@@ -1,10 +1,14 @@
 """Tokens once, with the chat templates of real models: trained as sampled, in the text that the template lays out."""
 
+import json
+
 import pytest
 from template_rig import TOOL, check_rows, conversed, mistral_template, rng_of, tokenizer_for, trl_template
 
-from operators.chat.chat_format import ChatFormat
+from operators.chat.call_opening import call_opening
+from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.conversation import Conversation
+from operators.chat.tool_calls import format_of
 
 TRL = ["llama3", "llama3_1", "llama3_2", "qwen2_5", "qwen3", "qwen3_instruct_2507", "gemma", "gemma3", "deepseekv3"]
 MISTRAL = ["v1", "v2", "v3", "v7", "v11", "v13"]
@@ -42,3 +46,25 @@ def test_tokens_trained_are_tokens_sampled_in_the_text_that_the_template_lays_ou
             assert as_past(name, form.decode(ids)) == as_past(name, form.render(messages, tools))
         rows += len(conversation.rows)
     assert rows >= count
+
+
+CALLING = ["llama3_1", "llama3_2", "qwen2_5", "qwen3", "qwen3_instruct_2507", "mistral-v3", "mistral-v7", "mistral-v11"]
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_what_a_forced_call_begins_with_is_the_beginning_of_every_call(name):
+    form = form_of(name)
+    known = format_of(form)
+    several, one = call_opening(form, ["add", "b"]), call_opening(form, ["add"])
+    assert one.startswith(several + "add") and several
+    for function, arguments in (("add", {"a": "7"}), ("add", {}), ("b", {"c": [1]})):
+        text = form.calling(function, arguments).removeprefix(form.opening)
+        assert text.startswith(several) and text.startswith(one) == (function == "add")
+        written = text[: text.index(form.closing)]
+        (made,) = known.read(written).message["tool_calls"]
+        assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == (function, arguments)
+
+
+def test_a_generation_prompt_that_opens_thinking_forces_no_call():
+    with pytest.raises(ChatError, match=r"'deepseekv3'; found that a generation prompt ends with .*<think>"):
+        call_opening(form_of("deepseekv3"), ["add"])

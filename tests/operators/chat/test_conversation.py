@@ -9,6 +9,7 @@ from template_rig import CHATML, MOVING, STRIPPING, TOOL, call, check_rows, conv
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN
+from operators.chat.call_opening import call_opening
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.conversation import Conversation
 
@@ -254,3 +255,40 @@ def test_tools_without_a_place_are_refused():
 def test_the_world_cannot_speak_for_the_policy():
     with pytest.raises(ChatError, match="cannot speak for the policy"):
         Conversation(form_of(), [USER]).hear({"role": "assistant", "content": "hello"})
+
+
+THINKING = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+NUMBERED = CHATML.replace('{"name"', '{"id": "{{ c.id }}", "name"')
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (CHATML.replace("<tool_call>", "<call>"), "it writes calls in no form that is known here"),
+        (THINKING, "<think>\\n', which stands before no call"),
+        (NUMBERED, "which does not name it"),
+    ],
+)
+def test_a_template_whose_calls_begin_otherwise_each_time_forces_none_and_is_named(template, why):
+    form = form_of(template, name="mine", special=SPECIAL)
+    with pytest.raises(ChatError, match=re.escape(why)) as refused:
+        call_opening(form, ["add"])
+    assert "'mine'" in str(refused.value) and str(refused.value).count("; ") >= 2
+
+
+def test_what_a_turn_was_made_to_begin_with_is_context_and_stands_in_the_past():
+    form = form_of()
+    conversation = Conversation(form, [USER], tools=[TOOL])
+    text, _ = call(form, rng_of("forced"), "", 0)
+    opening = call_opening(form, ["add"])
+    begun, drawn = form.encode(opening), sampled(form, text.removeprefix(opening), rng_of("forced"))
+    before = conversation.prompt()
+    said = conversation.say(drawn, begun=begun)
+    assert said.message["tool_calls"][0]["function"]["name"] == "add" and not said.broken
+    conversation.hear({"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "4"})
+    assert form.decode(conversation.prompt()) == form.render(conversation.messages, [TOOL])
+    (row,) = conversation.rows
+    assert row.tokens.ids.tolist() == [*before.tolist(), *begun, *drawn.ids.tolist()]
+    assert row.tokens.mask.tolist() == [False] * (len(before) + len(begun)) + [True] * len(drawn)
+    check_rows(conversation, [drawn])

@@ -159,11 +159,13 @@ def test_an_episode_that_could_not_run_is_refused(what: str) -> None:
         make()
 
 
-def test_several_replicas_of_an_episode_are_refused() -> None:
+def test_an_episode_may_have_replicas_and_their_number_is_that_of_the_start() -> None:
     g, _ = graph()
-    with pytest.raises(GraphError, match="'guess' is an episode.*cannot run as 2 replicas; give it 1, and more"):
-        plan(g, Devices(cpus=4), replicas={"guess": 2})
-    assert plan(g, Devices(cpus=4), replicas={"generator": 2}).placements["generator"].replicas == 2
+    made = plan(g, Devices(cpus=4), replicas={"guess": 2, "generator": 3}, scale={5: {"guess": 2, "generator": 1}})
+    assert (made.placements["guess"].replicas, made.placements["generator"].replicas) == (2, 3)
+    for count in (1, 3):
+        with pytest.raises(GraphError, match=f"of 2 replicas, and cannot have {count} from some step"):
+            plan(g, Devices(cpus=4), replicas={"guess": 2}, scale={5: {"guess": count}})
 
 
 def test_an_episode_may_be_on_another_host_than_its_generator() -> None:

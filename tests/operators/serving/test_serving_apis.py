@@ -3,16 +3,11 @@
 import json
 
 import pytest
-from serving_rig import END, TEMPLATE, byte_tokenizer, scripted, served, service_of
+from serving_rig import END, TOOLED, byte_tokenizer, scripted, served, service_of
 from starlette.testclient import TestClient
 
 from operators.serving.app import make_app
 
-TOOLED = TEMPLATE.replace(
-    "{{ m.content }}",
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}',
-)
 CALLED = 'well <tool_call>\n{"arguments": {"a":1},   "name": "add"}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}

@@ -194,10 +194,7 @@ BAD_CHAT = {
     "template": ({"messages": [{"role": "moderator", "content": "x"}]}, "messages", "invalid_value"),
     "alternatives": ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
     "an engine without them": ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
-    "tool_choice": ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-    "one tool": (
-        {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice", "unsupported_parameter"
-    ),
+    "tool_choice": ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     "format": ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
     "two_limits": ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "invalid_value"),
 }  # fmt: skip

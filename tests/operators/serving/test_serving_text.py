@@ -83,6 +83,20 @@ def test_tokens_that_lie_wholly_before_a_stop_string_are_counted():
     assert transcript.text[: transcript.end_of(2)] == "x "
 
 
+def test_no_stop_string_is_looked_for_in_what_a_text_is_made_to_begin_with():
+    """Nor one that begins there, as whoever ends the rollout sees what was sampled alone."""
+    tokenizer = TOKENIZERS["bytes"]
+    begun, tokens = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("abc é", "hello abc"))
+    for stops, expected in ((["bc"], "abc éhello a"), (["éh"], "abc éhello abc"), (["abc é"], "abc éhello abc")):
+        transcript = Transcript(Vocabulary(tokenizer), stops, begun)
+        assert transcript.text == "abc é"
+        for token in tokens:
+            transcript.push(token)
+        transcript.finish()
+        assert transcript.text == expected
+        assert len(transcript.offsets) == len(tokens) and transcript.offsets[0] == len("abc é")
+
+
 def test_special_tokens_have_no_part_in_the_text():
     tokenizer = TOKENIZERS["bytes"]
     tokens = tokenizer("ab<|im_start|>cd", add_special_tokens=False)["input_ids"]

@@ -23,11 +23,11 @@ def post(path: str, body: dict, key: str = os.environ.get("OPENAI_API_KEY", ""),
         return json.load(answer)
 
 
-def converse(turns: int, prompt: str) -> list:
+def converse(turns: int, prompt: str, **more: object) -> list:
     """What each call sent and was answered, as ids; the world repeats the first letter of each turn."""
     messages, seen = [{"role": "user", "content": prompt}], []
     for number in range(turns):
-        body = {"messages": messages, "max_tokens": 4, "return_token_ids": True, "logprobs": True}
+        body = {"messages": messages, "max_tokens": 4, "return_token_ids": True, "logprobs": True, **more}
         answer = post("/chat/completions", body)
         choice = answer["choices"][0]
         logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
@@ -44,6 +44,11 @@ def main() -> None:
     if does.isdigit():
         print("thinking\n")
         print(json.dumps(converse(int(does), prompt)))
+        return
+    if does in ("required", "add"):
+        tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "b")]
+        choice = does if does == "required" else {"type": "function", "function": {"name": does}}
+        print(json.dumps(converse(3, prompt, tools=tools, tool_choice=choice)))
         return
     first = [{"role": "user", "content": prompt}]
     if does == "silent":

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def nothing_is_left(result: Result) -> None:
     assert not list((result.folder / "finished").rglob("*.turns"))
 
 
-def goes_on_after_a_kill(g: Graph, victim: str, tmp_path: Path) -> Result:
+def goes_on_after_a_kill(g: Graph, victim: str, tmp_path: Path, *, replicas: Mapping[str, int] | None = None) -> Result:
     """With one fault, a clean ledger and no rollout that failed for it."""
     mark = tmp_path / "struck"
 
@@ -70,11 +70,11 @@ def goes_on_after_a_kill(g: Graph, victim: str, tmp_path: Path) -> Result:
 
     operator = g.operators[victim]
     object.__setattr__(operator, "build", struck(operator, blow, after=AFTER.get(victim, 12)).build)
-    result = run(g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=LIMITS)
+    result = run(g, steps=STEPS, runs=tmp_path / "runs", quiet=True, limits=LIMITS, replicas=replicas)
     assert result.verdict.clean, result.verdict.line
     assert f"{STEPS * 4} trained + 0 dropped" in result.verdict.line
     (fault,) = read_faults(result.folder)
-    assert fault["worker"] == f"{victim}-0"
+    assert fault["worker"] in {f"{victim}-{number}" for number in range((replicas or {}).get(victim, 1))}
     assert not pc.any(pc.is_valid(rollouts(result).column("error"))).as_py()
     nothing_is_left(result)
     return result

@@ -3,8 +3,11 @@
 import json
 import secrets
 import shutil
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -20,8 +23,9 @@ from episode_rig import (
     rows,
 )
 from rigs.policy import CHAT_TEMPLATE
+from serving_rig import TOOLED, byte_tokenizer, tiny_llama
 
-from dataflow import Graph, Model, collect, run, scorer
+from dataflow import DataflowError, Graph, Model, collect, run, scorer
 from operators import Endpoint, Generator, Prompts, agent
 from operators.agents.runtime import AgentsRuntime
 from operators.models.loading import load_tokenizer
@@ -30,6 +34,8 @@ pytest.importorskip("uvicorn", reason="the endpoint needs the extra 'serve'")
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
 SCRIPT = Path(__file__).with_name("agent_of_urllib.py")
+FORCED = {"required": '<tool_call>\n{"name": "', "add": '<tool_call>\n{"name": "add", "arguments":'}
+"""What a turn is made to begin with, by how the program forces a call."""
 COMMAND = f"python {SCRIPT}"
 SHARED = ("json", "urllib.request", "threading", "subprocess")
 """Imports of the program, which its starts share."""
@@ -101,6 +107,29 @@ def test_what_a_program_was_answered_is_trained_to_the_id(chatty: Path, imports:
         assert (np.array(row["versions"])[mask] == 0).all()
 
 
+def test_calls_that_a_program_forces_begin_with_context_and_the_rest_is_trained_to_the_id(tmp_path: Path) -> None:
+    """What the policy of a run is made to begin a call with stands in the prompt of that turn, and in no mask."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOLED
+    tiny_llama(len(tokenizer), context=2048).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    g = Graph("forced")
+    generator = Generator(Model(str(tmp_path)).frozen(), group_size=1, max_tokens=8, slots=8)
+    tasks = [{"prompt": "hello", "answer": does} for does in FORCED]
+    forces = agent(COMMAND, name="talker", columns=("answer",), returns=str, imports=SHARED, concurrency=4)
+    found = collect(forces(generator, g.source(Prompts(tasks, columns=("answer",), epochs=1))), rows=2).to_pylist()
+    for row in found:
+        assert row["error"] is None, row["error"]
+        seen, opening = json.loads(row["talker"]), tokenizer(FORCED[row["answer"]])["input_ids"]
+        tokens, mask, turns = (np.array(row[name]) for name in ("tokens", "mask", "turn"))
+        assert (mask == (turns >= 0)).all() and mask.sum() == sum(len(ids) for _, ids, _ in seen)
+        for turn, (prompt, ids, _) in enumerate(seen):
+            at = np.flatnonzero(turns == turn)
+            assert prompt[-len(opening) :] == opening and tokens[: at[0]].tolist() == prompt
+            assert tokens[at].tolist() == ids
+        assert set(row["training_row"]) == {0}, "each turn goes on with what was forced and drawn before"
+
+
 def test_a_program_whose_turns_are_used_up_is_over_and_its_failure_is_the_length(chatty: Path) -> None:
     g = Graph("over")
     generator = Generator(Model(str(chatty)).frozen(), group_size=1, max_tokens=4, slots=8)
@@ -127,6 +156,80 @@ def test_what_goes_on_from_no_call_before_is_a_training_row_of_its_own(does: str
         said = {"rewrites": [[0], [1]], "parallel": [[0, 1], [2]], "again": [[0], [1]]}[does]
         assert [sorted(set(turns[mask & (parts == part)])) for part in range(2)] == said
         assert parts.max() == 1 and row["talker"] == 1.0
+
+
+# What programs share, and programs that stay
+
+
+def test_a_module_that_breaks_when_it_is_imported_ends_the_run_and_is_named(chatty: Path, tmp_path: Path) -> None:
+    (tmp_path / "breaks_inside.py").write_text("raise RuntimeError('no licence')\n")
+    shutil.copy(SCRIPT, tmp_path)
+    g = Graph("broken")
+    generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=4, slots=8)
+    shares = agent(f"python {tmp_path / SCRIPT.name}", name="talker", columns=("answer",), imports=("breaks_inside",))
+    with pytest.raises(DataflowError, match="'talker'.* imports='breaks_inside' to end with RuntimeError: no licence"):
+        collect(shares(generator, g.source(Prompts(rows(2), columns=("answer",), epochs=1))), rows=4)
+
+
+class StayingAgent(BaseHTTPRequestHandler):
+    """An agent that stays: each call of it is a rollout, with an endpoint and a key of its own."""
+
+    served: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        task = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.served.append(task["key"])
+        messages, seen = [{"role": "user", "content": task["prompt"]}], []
+        for number in range(int(task["answer"])):
+            body = {"model": "any", "messages": messages, "max_tokens": 4, "return_token_ids": True}
+            headers = {"Authorization": f"Bearer {task['key']}", "Content-Type": "application/json"}
+            asked = urllib.request.Request(task["url"] + "/chat/completions", json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(asked, timeout=50) as answer:
+                said = json.load(answer)
+            (choice,) = said["choices"]
+            seen.append([said["prompt_token_ids"], choice["token_ids"]])
+            content = choice["message"]["content"] or ""
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": f"{number}="}]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(seen).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+COURIER = (
+    "import json, os, sys, urllib.request\n"
+    "task = json.load(sys.stdin) | {'url': os.environ['OPENAI_BASE_URL'], 'key': os.environ['OPENAI_API_KEY']}\n"
+    "print(urllib.request.urlopen(sys.argv[1], json.dumps(task).encode(), timeout=60).read().decode())\n"
+)
+
+
+def test_one_process_that_stays_serves_many_rollouts_each_with_a_key_of_its_own(chatty: Path, tmp_path: Path) -> None:
+    (tmp_path / "courier.py").write_text(COURIER)
+    StayingAgent.served.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StayingAgent)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        command = f"python {tmp_path / 'courier.py'} http://127.0.0.1:{server.server_address[1]}"
+        g = Graph("stays")
+        generator = Generator(Model(str(chatty)).frozen(), group_size=2, max_tokens=8, slots=16)
+        sent = agent(command, name="talker", columns=("answer",), returns=str, imports=("json", "urllib.request"))
+        made = sent(generator, g.source(Prompts(rows(6), columns=("answer",), epochs=1)))
+        found = collect(made, rows=12).to_pylist()
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+    assert len(set(StayingAgent.served)) == len(StayingAgent.served) == 12
+    for row in found:
+        assert row["error"] is None, row["error"]
+        seen = json.loads(row["talker"])
+        tokens, mask = np.array(row["tokens"]), np.array(row["mask"])
+        assert len(seen) == int(row["answer"])
+        assert tokens.tolist() == seen[-1][0] + seen[-1][1]
+        assert tokens[mask].tolist() == [token for _, ids in seen for token in ids]
 
 
 # Programs that fail
