@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,12 @@ class HostLine:
         if is_over and not found:
             return None
         return [EndedProgram(number=each.pop("ended"), **each) for each in found]
+
+    def let_go_on(self) -> None:
+        """Let the process go on where somebody has stopped it."""
+        with contextlib.suppress(ChildProcessError):
+            if os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                self._process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         """Another process in place of one that is gone, when nothing is left that it had started."""

@@ -36,6 +36,8 @@ FULL = "what its program sent fills the context, so that the policy has said not
 WORLD_STATUS = 75
 """With which a program ends where what failed is outside, and may be tried again (EX_TEMPFAIL of sysexits.h)."""
 _DEATHS = 3
+_LOOK_S = 1.0
+"""From one look to the next at whether somebody has stopped the process that starts programs."""
 _OVER = ApiError(400, "the policy has no turn left in this rollout; end the program", code="rollout_over")
 
 
@@ -129,7 +131,7 @@ class Programs:
         self._decode, self._clock = decode, clock
         self._host = HostLine(agent.python, agent.imports)
         self._check = None if agent.signature.output is None else applying(checker(agent.signature.output), True)
-        self._next_job = 0
+        self._next_job, self._looked = 0, clock()
         self._sessions: dict[int, ProgramSession] = {}
         self._by_key: dict[str, ProgramSession] = {}
         self._asked: list[Asked] = []
@@ -164,6 +166,9 @@ class Programs:
             return self._bury()
         answers = [self._ended(each) for each in ended]  # before limits: one that is over is not late any more
         now = self._clock()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            self._host.let_go_on()
         for session in self._sessions.values():
             if session.open is None and now > session.deadline and session.failure is None:
                 self.stop(session.job, f"{HUNG}: no call and no end within {self._agent.timeout_s:g} s")

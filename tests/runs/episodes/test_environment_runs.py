@@ -67,7 +67,8 @@ def test_a_run_plays_an_environment_and_gives_its_sessions_back(
     world = environment("counted:world", options={"folder": str(folder)}, sessions=8, isolate=isolate)
     result = run(graph(policy, world), steps=STEPS, on=inline(), runs=tmp_path / "runs", quiet=True)
     is_whole(result)
-    assert not opened(folder) and len(list(folder.iterdir())) <= 12, "8, used again, and those that make prompts"
+    assert len(list(folder.iterdir())) <= 12, "8, used again, and those that make prompts"
+    assert {mark.read_text() for mark in folder.iterdir()} == {"closed"}, "in its own process, too"
     rounds = [line["eval_n"] for line in result.metrics if "eval_n" in line]
     assert set(rounds) == {6}
 
