@@ -3,7 +3,6 @@
 python -m bench.episodes.trl_arm SETTINGS   JSON in, figures as JSON out; run by a Python that has trl
 """
 
-import functools
 import importlib
 import json
 import sys
@@ -34,13 +33,14 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     worlds: list[tuple[float, float]] = []
 
     class Watched(SlowWorld):
-        @functools.wraps(SlowWorld.go)
         async def go(self, word: str) -> str:
             begin = time.monotonic()
             try:
                 return await super().go(word)
             finally:
                 worlds.append((begin, time.monotonic()))
+
+        go.__doc__ = SlowWorld.go.__doc__
 
     class Watcher(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
