@@ -18,6 +18,11 @@ class NoRoom(Exception):
     """Raised by what starts a session where as many as there may be are at work: it is tried again, and no failure."""
 
 
+class Away(Exception):
+    """Raised by what starts a session where nobody is there to be asked, as while a server is started again: it is
+    tried again for as long as one start may take, and then it failed for the reason that this was raised from."""
+
+
 class Closable(Protocol):
     """What a pool asks of a session."""
 
@@ -26,6 +31,11 @@ class Closable(Protocol):
 
 
 S = TypeVar("S", bound=Closable)
+
+
+def is_lost(session: Closable) -> bool:
+    """Whether a session says, by an attribute of this name, that it is of no more use: what it had has ended."""
+    return bool(getattr(session, "is_lost", False))
 
 
 def to_start(*, waiting: int, ahead: int, idle: int, starting: int, held: int, most: int) -> int:
@@ -42,7 +52,7 @@ def to_start(*, waiting: int, ahead: int, idle: int, starting: int, held: int, m
 
 
 class SessionPool(Generic[S]):
-    """Lends the sessions of one event loop.
+    """Lends the sessions of one event loop; one that was lost while it was idle is lent to nobody.
 
     consumes: borrowers, by `lend`
     produces: a session for each; never more than `most` at once, those that are idle, starting or closing counted
@@ -57,7 +67,7 @@ class SessionPool(Generic[S]):
         """Start nothing yet.
 
         Args:
-            start: starts a session; raises NoRoom where there is no place for it now.
+            start: starts a session; raises NoRoom where there is no place for it now, Away where nobody is there.
             name: what messages call the environment.
             most: sessions at once.
             ahead: of them those that are started before anybody asks, from the first borrower on.
@@ -145,7 +155,11 @@ class SessionPool(Generic[S]):
         self._waiting = deque(waiting for waiting in self._waiting if not waiting.done())
         while self._idle and self._waiting:
             self._held += 1
-            self._waiting.popleft().set_result(self._idle.popleft())
+            session, uses = self._idle.popleft()
+            if is_lost(session):
+                self._give_back(session, uses, is_sound=False)
+            else:
+                self._waiting.popleft().set_result((session, uses))
         ahead = 0 if self._is_failing else self._ahead
         missing = to_start(
             waiting=len(self._waiting), ahead=ahead, idle=len(self._idle), starting=self._starting, held=self._held,
@@ -158,9 +172,11 @@ class SessionPool(Generic[S]):
             task.add_done_callback(self._starts.discard)
 
     async def _begin(self) -> None:
-        """Start a session; where there is no room for it, again as long as somebody waits. Who waits first hears why it
-        cannot be; after that none is started ahead until one has started."""
-        session, pause_s = None, _FIRST_PAUSE_S
+        """Start a session; where there is no room for it, again as long as somebody waits; where nobody is there, again
+        until a start has taken too long. Who waits first hears why it cannot be; after that none is started ahead until
+        one has started."""
+        session, pause_s, clock = None, _FIRST_PAUSE_S, asyncio.get_running_loop().time
+        until_s = clock() + self._start_s
         limit: asyncio.Timeout | None = None
         try:
             while session is None:
@@ -168,9 +184,13 @@ class SessionPool(Generic[S]):
                     limit = asyncio.timeout(self._start_s)
                     async with limit:
                         session = await self._start()
-                except NoRoom:
+                except (NoRoom, Away) as error:
                     if all(waiting.done() for waiting in self._waiting):
                         break
+                    if isinstance(error, NoRoom):
+                        until_s = clock() + self._start_s
+                    elif clock() > until_s:
+                        raise
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         except Exception as error:
@@ -188,7 +208,8 @@ class SessionPool(Generic[S]):
         waiting = next((each for each in self._waiting if not each.done()), None)
         if waiting is not None:
             late = f"it was not there within {self._start_s:g} s" if is_late else ""
-            found = late or f"{type(error).__name__}: {error}"
+            reason = error.__cause__ if isinstance(error, Away) and error.__cause__ else error
+            found = late or f"{type(reason).__name__}: {reason}"
             waiting.set_exception(
                 WorldFailed(f"no session of '{self._name}' could be started; found {found}; look at the environment")
             )

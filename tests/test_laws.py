@@ -61,6 +61,7 @@ ENDLESS = {
     ("operators/sandbox/session.py", "self._process.wait()"): "of a process that was sent SIGKILL in the line before",
     ("operators/session_pool.py", "asyncio.Event().wait()"): "a task, which its event loop cancels at its end",
     ("operators/session_pool.py", "waiting.result()"): "of a future that is done",
+    ("operators/tools/toolbox.py", "asyncio.Event().wait()"): "a task, which its event loop cancels at its end",
     ("operators/tools/toolbox.py", "task.result()"): "of a task that is done",
     ("operators/tools/mcp_server.py", "self._begun.wait()"): "a task, which is waited for with a time-out",
     ("operators/tools/mcp_server.py", "self._over.wait()"): "a task, which ends with its session, or is cancelled",

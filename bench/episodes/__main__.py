@@ -3,6 +3,7 @@
     python -m bench.episodes --json FILE
     python -m bench.episodes --episodes 256 --scale 0.1        shorter
     python -m bench.episodes --episodes 128 --batch 64 --scale 0.05 --trl PYTHON        with an interpreter that has trl
+    python -m bench.episodes --trl PYTHON --trl-episodes 32 --only trl        as many as there is time for
 
 Each episode has `--turns` calls of a tool by the policy, and for each the world takes 0.1 to 30 s (Pareto with a heavy
 tail, times `--scale`), drawn by its prompt; then the policy speaks once more. World, prompts and policy, a small Llama
@@ -11,11 +12,14 @@ ours both are the same graph, which trains the policy: `at once` with a stalenes
 each waiting for its own world; `batches` with the bound 0, so that a batch begins when the last episode of the one
 before has ended and was trained. `trl` is GRPOTrainer (transformers generates, not vLLM), a step for each batch.
 
-seconds       from the first turn to the last step
+ran           episodes that were really run; of trl as many as --trl-episodes says, spread over all
+seconds       from the first turn to the last step, of these
+all_s         the same of all episodes; extrapolated where fewer ran: waiting for worlds as their time is to that of
+              those that ran (both are known), all else as the number of episodes is
 busy          share of them in which the generator was at work; of trl, in its method that makes one turn of a batch
 
-episodes_per_s
-worlds_s      that all worlds took, added up
+episodes_per_s  of those that ran
+worlds_s      that all worlds take, added up
 longest_s     those of one episode
 """
 
@@ -34,6 +38,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.episodes.slow_world import SlowWorld, world_s
+from bench.episodes.subset import evenly, seconds_of_all
 from bench.report import Report
 from dataflow import Graph, Model, run
 from operators import Generator, Prompts, Trainer
@@ -44,6 +49,7 @@ from operators.losses import aipo
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 GROUP_SIZE = 4
 ROOT = Path(__file__).parents[2]
+SYSTEMS = ("at once", "batches", "trl")
 TRL_S = 900.0
 
 
@@ -81,15 +87,23 @@ def measured(policy: Path, wanted: argparse.Namespace, max_staleness: int, runs:
     ended = max(line["seconds"] for line in result.metrics if "loss" in line)
     seconds = ended - min(began, ended)
     return {
-        "seconds": seconds, "busy": times["busy_seconds"]["generator"] / seconds,
-        "episodes_per_s": wanted.episodes / seconds,
+        "ran": wanted.episodes, "seconds": seconds, "all_s": seconds,
+        "busy": times["busy_seconds"]["generator"] / seconds, "episodes_per_s": wanted.episodes / seconds,
     }  # fmt: skip
+
+
+def worlds_s(numbers: Sequence[int], wanted: argparse.Namespace) -> list[float]:
+    """What the worlds of a group of episodes take, by the number of its prompt; all episodes of the group together."""
+    turns = range(wanted.turns)
+    return [GROUP_SIZE * sum(world_s(number, turn, wanted.scale) for turn in turns) for number in numbers]
 
 
 def trl_measured(policy: Path, wanted: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
     """Figures of TRL's trainer, in a process of the other interpreter; why there are none."""
+    ran = min(wanted.trl_episodes or wanted.episodes, wanted.episodes)
+    rows = evenly(rows_of(wanted), ran // GROUP_SIZE)
     settings = {
-        "policy": str(policy), "rows": rows_of(wanted), "episodes": wanted.episodes, "batch": wanted.batch,
+        "policy": str(policy), "rows": rows, "episodes": ran, "batch": min(wanted.batch, ran),
         "group_size": GROUP_SIZE, "turns": wanted.turns, "completion": (wanted.turns + 1) * (wanted.tokens + 16),
     }  # fmt: skip
     file = folder / "settings.json"
@@ -101,7 +115,11 @@ def trl_measured(policy: Path, wanted: argparse.Namespace, folder: Path) -> Mapp
     if done.returncode:
         return {"failed": done.stderr.strip()[-500:]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    waited_s, seconds = found.pop("waited_s"), found["seconds"]
+    numbers = range(wanted.episodes // GROUP_SIZE)
+    taken = sum(worlds_s([row["number"] for row in rows], wanted)) / sum(worlds_s(numbers, wanted))
+    all_s = seconds_of_all(seconds, waited_s, share=ran / wanted.episodes, worlds_share=taken)
+    return {"ran": ran, "all_s": seconds if ran == wanted.episodes else all_s, **found}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,23 +132,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--scale", type=float, default=1.0, help="of the time that worlds take")
     parser.add_argument("--trl", metavar="PYTHON", help="an interpreter that has trl, for TRL's arm")
+    parser.add_argument("--trl-episodes", type=int, help="that it runs, where all take too long; a multiple of 4")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="which systems (default all)")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args(arguments)
-    numbers = range(wanted.episodes // GROUP_SIZE)
-    each = [sum(world_s(number, turn, wanted.scale) for turn in range(wanted.turns)) for number in numbers]
+    each = worlds_s(range(wanted.episodes // GROUP_SIZE), wanted)
     report = Report("episodes", wanted.json)
     case = f"{wanted.episodes} episodes of {wanted.turns} calls"
-    worlds = {"worlds_s": GROUP_SIZE * sum(each), "longest_s": max(each)}
+    worlds = {"worlds_s": sum(each), "longest_s": max(each) / GROUP_SIZE}
     with tempfile.TemporaryDirectory(prefix="dataflow-episodes-") as name:
         policy = Path(name) / "policy"
         subprocess.run([sys.executable, "-m", "bench.episodes.tool_caller", str(policy)], check=True, cwd=ROOT)
         steps = wanted.episodes // wanted.batch
         for system, max_staleness in (("at once", steps), ("batches", 0)):
+            if system not in wanted.only:
+                continue
             figures = measured(policy, wanted, max_staleness, Path(name) / system.replace(" ", "_"))
             report.add(case=case, system=system, **figures, **worlds)
-        if wanted.trl:
+        if wanted.trl and "trl" in wanted.only:
             report.add(case=case, system="trl", **trl_measured(policy, wanted, Path(name)), **worlds)
-        else:
+        elif "trl" in wanted.only:
             report.add(case=case, system="trl", skipped="--trl names no interpreter that has trl")
     report.show(Console())
     return 0

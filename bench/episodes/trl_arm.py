@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.episodes.slow_world import SlowWorld
+from bench.episodes.subset import together_s
 
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train for as many steps as the episodes are; busy is what its method for one turn of a batch takes."""
+    """Train for as many steps as the episodes are; busy is what its method for one turn of a batch takes, waited_s the
+    time in which a world was at work."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -28,6 +30,17 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(settings["policy"], dtype=torch.float32)
     spans: list[tuple[float, float]] = []
     ends: list[float] = []
+    worlds: list[tuple[float, float]] = []
+
+    class Watched(SlowWorld):
+        async def go(self, word: str) -> str:
+            begin = time.monotonic()
+            try:
+                return await super().go(word)
+            finally:
+                worlds.append((begin, time.monotonic()))
+
+        go.__doc__ = SlowWorld.go.__doc__
 
     class Watcher(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -46,7 +59,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
         trainer = trl.GRPOTrainer(
             model=model, args=config, processing_class=tokenizer, train_dataset=Dataset.from_list(settings["rows"]),
-            environment_factory=SlowWorld, callbacks=[Watcher()],
+            environment_factory=Watched, callbacks=[Watcher()],
         )  # fmt: skip
         generate = trainer._generate_single_turn
 
@@ -63,7 +76,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     busy = sum(end - begin for begin, end in spans)
     return {
         "seconds": seconds, "busy": busy / seconds, "episodes_per_s": settings["episodes"] / seconds,
-        "version": trl.__version__,
+        "version": trl.__version__, "waited_s": together_s(worlds),
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from dataflow.scoring.calls import Answers, Call, CallAsks, CallHears, Calls, PoolSettings
+from dataflow.scoring.calls import Answers, Call, CallAsks, CallHears, Calls, PoolCloses, PoolSettings
 from dataflow.scoring.resting import RestingLimit
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
@@ -21,15 +21,16 @@ SLOW_NS = 200_000
 
 
 def make_calls(channel: Channel[Any], sources: list[Source], settings: PoolSettings) -> None:
-    """Make calls until the owner is gone (EOFError or OSError).
+    """Make calls until the owner is gone (EOFError or OSError), or has said that it closes the pool.
 
-    consumes: calls (`Calls`), and what calls that asked hear (`CallHears`)
+    consumes: calls (`Calls`), what calls that asked hear (`CallHears`), the end of the pool (`PoolCloses`)
     produces: answers (`Answers`), each call once; what calls ask (`CallAsks`)
     waits for: the next message, and the calls themselves, whose limit the owner keeps
     unblocked by: a message, or the end of the owner
     """
     if settings.is_async:
-        asyncio.run(_by_tasks(channel, sources, settings))
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(_by_tasks(channel, sources, settings))
     elif len(sources) > 1:
         _by_threads(channel, sources, settings)
     else:
@@ -81,9 +82,9 @@ def _by_threads(channel: Channel[Any], sources: list[Source], settings: PoolSett
 
 
 async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: PoolSettings) -> None:
-    loop = asyncio.get_running_loop()
+    loop, whole = asyncio.get_running_loop(), asyncio.current_task()
     todo: asyncio.Queue[tuple[int, int, Call]] = asyncio.Queue()
-    answers = _Gathered()
+    answers, is_closing = _Gathered(), False
 
     def flush() -> None:
         with contextlib.suppress(OSError):  # that the owner is gone shows when reading
@@ -99,11 +100,18 @@ async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Pool
             loop.add_writer(channel.fileno(), flush)
 
     def read() -> None:
+        nonlocal is_closing
         try:
             arrived = channel.arrived()
         except (EOFError, OSError, MessageError):
             os._exit(0)
         for message in arrived:
+            if isinstance(message, PoolCloses):
+                assert whole is not None, "this is a task"
+                is_closing = True
+                loop.remove_reader(channel.fileno())
+                whole.cancel()
+                return
             if isinstance(message, CallHears):
                 questions.hear(message, channel.bodies.popleft())
                 continue
@@ -120,7 +128,7 @@ async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Pool
     questions = _Questions(post)
 
     async def work(source: Source) -> None:
-        while True:
+        while not is_closing:
             chunk, index, call = await todo.get()
             _enter(source, chunk, index, time.monotonic_ns())
             if settings.asks:

@@ -60,7 +60,12 @@ class CallHears:
     number: int
 
 
-CALLS: Codec[Any] = Codec("scorers-calls", 3, Calls, Answers, CallAsks, CallHears, max_bytes=1 << 32)
+@dataclass(frozen=True)
+class PoolCloses:
+    """Nobody waits for calls any more: those that are under way are cancelled, and give back what they hold."""
+
+
+CALLS: Codec[Any] = Codec("scorers-calls", 4, Calls, Answers, CallAsks, CallHears, PoolCloses, max_bytes=1 << 32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,10 +157,13 @@ class Pool:
                 self._listen(process)
 
     def close(self) -> None:
-        """End every process, within 5 seconds."""
+        """End every process, within 5 seconds; calls that ask give back what they hold before."""
         for process in self._processes:
+            if self._settings.asks:
+                process.dismiss()
             self._close_channel(process)
         self._control.close()
+        let_go_on(self._server)
         end(self._server, _CLOSE_S)
         self._selector.close()
 

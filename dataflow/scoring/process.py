@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.scoring.calls import Answers, CallAsks, CallHears, Calls
+from dataflow.scoring.calls import Answers, CallAsks, CallHears, Calls, PoolCloses
 from dataflow.scoring.server import PROGRESS_FIELDS
 from dataflow.system.channel import Channel
 
@@ -120,6 +120,12 @@ class PoolProcess:
         del self.asking[job, call]
         with contextlib.suppress(OSError):
             self.channel.post(waiting, body=body)
+
+    def dismiss(self) -> None:
+        """Let its calls give back what they hold; it ends by itself then."""
+        if self.channel is not None:
+            with contextlib.suppress(OSError):
+                self.channel.post(PoolCloses())
 
     def read(self) -> tuple[list[AnswerFrame | Asked], bool]:
         """Answers and questions that came, and whether it is gone or writes nonsense."""

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ PROGRESS_FIELDS = 4
 _SEND_S = 10.0
 _LOOK_S = 1.0
 _LAST_BREATH_S = 0.1
+_GIVE_BACK_S = 2.0
+"""For calls that ask, when the owner is gone or closes the pool."""
 _RESERVE_MB = 1536
 
 
@@ -115,6 +118,9 @@ def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Po
     except (OSError, EOFError):
         pass
     finally:
+        until_s = time.monotonic() + (_GIVE_BACK_S if settings.asks else 0.0)
+        for process in processes.values():
+            ended_within(process, until_s - time.monotonic())
         for process in processes.values():
             _ended(process)
     return 0

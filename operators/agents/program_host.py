@@ -353,7 +353,9 @@ def main() -> None:
     owner.set_inheritable(False)
     own = Path(__file__).resolve().parent
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != own]
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    library = ctypes.CDLL(None)
+    library.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    library.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # one that was stopped could not end what it has started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder, modules = sys.argv[1], sys.argv[2:-1]
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -13,7 +13,7 @@ from typing import Any
 from dataflow.errors import GraphError, WorldFailed
 from operators.chat.tool_calls import FORMATS
 from operators.environments.session import ANSWER_BYTES, Seen
-from operators.session_pool import NoRoom
+from operators.session_pool import Away, NoRoom
 
 PROTOCOLS = ("verify", "step")
 _ROUTES = {"seed_session", "verify", "reset", "step", "close"}
@@ -52,10 +52,15 @@ class NemoGymSession:
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
         """As `Session.reset`; the task is a row of NeMo-Gym's, which says what it needs of seeds itself."""
+        import httpx
+
         await self._leave()
         self._row = {"responses_create_params": {"input": []}, **task}
         self._output = []
-        answer = await self._ask("/reset" if self._steps else "/seed_session", self._row)
+        try:
+            answer = await self._ask("/reset" if self._steps else "/seed_session", self._row)
+        except httpx.ConnectError as error:
+            raise Away(str(self._client.base_url)) from error
         self._closes = bool((answer.get("info") or {}).get("supports_explicit_close"))
         text = (answer.get("observation") or "") if self._steps else ""
         return Seen(raw=answer, text=text)

@@ -11,20 +11,21 @@ from typing import Any
 
 from dataflow.errors import WorldFailed
 from operators.environments.session import ANSWER_BYTES, InvalidAction, Seen, worded
-from operators.session_pool import NoRoom
+from operators.session_pool import Away, NoRoom
 
 _BUSY_STATUS = (429, 503)
 
 
 async def connect(url: str, *, field: str | None = None, **options: Any) -> OpenEnvSession:
-    """A connection to ws://HOST or http://HOST. Raises NoRoom where the server has no session to spare.
+    """A connection to ws://HOST or http://HOST. Raises NoRoom where the server has no session to spare,
+    Away where none answers.
 
     Args:
         field: of the action, that holds what the policy says; None: the one text that the server's schema asks for.
         options: of each reset, beside the seed.
     """
     from websockets.asyncio.client import connect as open_socket
-    from websockets.exceptions import InvalidStatus
+    from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 
     root = url.rstrip("/").removesuffix("/ws")
     root = root.replace("http", "ws", 1) if root.startswith("http") else root
@@ -35,14 +36,18 @@ async def connect(url: str, *, field: str | None = None, **options: Any) -> Open
         if error.response.status_code in _BUSY_STATUS:
             raise NoRoom from error
         raise
+    except (OSError, EOFError, InvalidMessage) as error:
+        raise Away(root) from error
     session = OpenEnvSession(socket, field, options)
     try:
         with contextlib.suppress(InvalidAction, WorldFailed):
             await session.ask("state")
         if field is None:
             session.field = await asyncio.to_thread(_text_field, root.replace("ws", "http", 1))
-    except BaseException:
+    except BaseException as error:
         await session.close()
+        if isinstance(error, ConnectionClosed):
+            raise Away(root) from error
         raise
     return session
 
@@ -52,6 +57,11 @@ class OpenEnvSession:
 
     def __init__(self, socket: Any, field: str | None, options: Mapping[str, Any]) -> None:
         self._socket, self.field, self._options = socket, field, dict(options)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection has ended, and the environment with it."""
+        return bool(self._socket.close_code is not None)
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
         """As `Session.reset`; all that the task says goes along."""

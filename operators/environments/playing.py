@@ -14,7 +14,7 @@ from operators.environments.session import InvalidAction, Seen, Session, checked
 from operators.environments.systems import started
 from operators.episodes.chat import Chat, EpisodeOver
 from operators.rewards.foreign.adapting import messages_of
-from operators.session_pool import NoRoom, SessionPool
+from operators.session_pool import Away, NoRoom, SessionPool
 
 T = TypeVar("T")
 _PAUSE_S = 0.5
@@ -143,7 +143,7 @@ class Player:
     async def _asked(self, call: Callable[[], Awaitable[T]], doing: str) -> T:
         """What the environment answers. Raises InvalidAction, or WorldFailed for whatever else it raises."""
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + self._play.patience_s
+        began_s = loop.time()
         while True:
             limit = asyncio.timeout(self._play.step_s)
             try:
@@ -152,11 +152,14 @@ class Player:
             except (InvalidAction, WorldFailed):
                 raise
             except NoRoom as error:
-                if loop.time() > until_s:
+                if loop.time() - began_s > self._play.patience_s:
                     raise WorldFailed(
                         f"'{self._name}' had no room for {self._play.patience_s:g} s; found {error}; let it serve more "
                         f"sessions, or ask for fewer with sessions="
                     ) from error
+            except Away as error:
+                if loop.time() - began_s > self._play.step_s:
+                    raise WorldFailed(f"'{self._name}' could not {doing}; found {error.__cause__!r}") from error
             except Exception as error:
                 late = f"no answer within {self._play.step_s:g} s" if limit.expired() else ""
                 raise WorldFailed(

@@ -92,6 +92,11 @@ class KeptSandbox:
         """Of bubblewrap."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether bubblewrap is gone, and all in it."""
+        return self._process.poll() is not None
+
     async def ready(self) -> None:
         """Tell it its limits, and wait until it takes commands. Raises SandboxError."""
         limits = self._limits

@@ -95,6 +95,11 @@ class SandboxSession:
         """The lock: one command at a time, also where the conversations of a rollout go on beside each other."""
         self._sandbox: KeptSandbox | None = None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its sandbox has ended, by nothing that was asked of it."""
+        return self._sandbox is not None and self._sandbox.has_ended
+
     async def begin(self) -> KeptSandbox:
         """Start it. Raises WorldFailed."""
         made_by = self._made_by

@@ -53,6 +53,7 @@ class Toolbox:
         self._threads: ToolThreads | None = None
         self._pools: list[SessionPool[ToolSession]] = []
         self._shared: dict[int, asyncio.Task[ToolSession]] = {}
+        self._keeping: asyncio.Task[None] | None = None
 
     @property
     def in_template(self) -> Sequence[Message]:
@@ -66,7 +67,8 @@ class Toolbox:
         return self._threads
 
     def pool(self, at: int) -> SessionPool[ToolSession]:
-        """That of this process, of a toolset by its place."""
+        """That of this process, of a toolset by its place; its event loop closes it at its end."""
+        self._keep()
         if not self._pools:
             self._pools = [
                 SessionPool(
@@ -80,6 +82,7 @@ class Toolbox:
     async def shared(self, at: int) -> ToolSession:
         """The session that all rollouts of this process have. Raises WorldFailed where none can be had; the next who
         asks tries again."""
+        self._keep()
         task = self._shared.get(at)
         if task is None:
             task = self._shared[at] = asyncio.create_task(_opened(self.toolsets[at]))
@@ -99,13 +102,24 @@ class Toolbox:
 
     async def close(self) -> None:
         """Close all sessions of this process."""
-        shared, self._shared = self._shared, {}
+        shared, self._shared, self._keeping = self._shared, {}, None
         for task in shared.values():
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, asyncio.CancelledError):  # one that was still being opened
                 await (await task).close()
         pools, self._pools = self._pools, []
         for pool in pools:
             await pool.close()
+
+    def _keep(self) -> None:
+        if self._keeping is None:
+            self._keeping = asyncio.get_running_loop().create_task(self._kept())
+
+    async def _kept(self) -> None:
+        """Wait for the end of the event loop, which cancels this, and close."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.close()
 
 
 def tool_faults(tools: Sequence[Any], calls: TextCalls | None, *, is_chat: bool) -> list[str]:

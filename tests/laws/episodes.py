@@ -110,6 +110,20 @@ EPISODES = (
         "the failure",
     ),
     Law(
+        "a session that was lost while it was idle is lent to nobody",
+        "test_a_session_that_was_lost_while_it_was_idle_is_lent_to_nobody",
+        "operators.session_pool:SessionPool._serve",
+        never("is_lost"),
+        "the look",
+    ),
+    Law(
+        "a server that is away for a moment is waited for",
+        "test_a_server_that_is_away_for_a_moment_is_waited_for_and_is_no_failure",
+        "operators.session_pool:SessionPool._begin",
+        always("until_s"),
+        "the time that it has",
+    ),
+    Law(
         "a turn starts when the group of its rollout may",
         "test_a_turn_starts_when_the_group_of_its_rollout_may",
         "operators.generation.runtime:GeneratorRuntime.__init__",
@@ -129,6 +143,13 @@ EPISODES = (
         "dataflow.scoring.resting:RestingLimit.rest",
         without("reschedule", "!_timeout_s"),
         "that its clock stands still",
+    ),
+    Law(
+        "calls under way give back what they hold when their pool closes",
+        "test_calls_under_way_give_back_what_they_hold_when_their_pool_closes",
+        "dataflow.scoring.pool:Pool.close",
+        without("dismiss"),
+        "what they are told",
     ),
     Law(
         "nothing is left of a program that has ended",

@@ -7,9 +7,11 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.machine import alive
 
 from dataflow.scoring.calls import Ask, Call, PoolSettings
 from dataflow.scoring.pool import Pool
@@ -22,6 +24,8 @@ def prepare(payload: bytes) -> Call:
     word = payload.decode()
 
     async def call(index: int, ask: Ask) -> bytes:
+        if word.startswith("/"):
+            return await held(Path(word), ask)
         heard = b""
         for number in range(3):
             heard += await ask(f"{word}{number}".encode())
@@ -43,6 +47,16 @@ def prepare(payload: bytes) -> Call:
         return heard
 
     return call
+
+
+async def held(mark: Path, ask: Ask) -> bytes:
+    """Holds something, in the world and while it asks."""
+    try:
+        await (ask(b"") if mark.name == "asks" else asyncio.sleep(60))
+    finally:
+        await asyncio.sleep(0.05)
+        mark.write_text("given back")
+    return b""
 
 
 @contextlib.contextmanager
@@ -144,3 +158,28 @@ def test_who_asks_no_more_hears_nothing() -> None:
             made.tell(question, b"late")
         assert got == {"a": b"..."}
         assert conversed(made, ["b"], lambda asked: b"-") == {"b": b"---"}
+
+
+def test_calls_under_way_give_back_what_they_hold_when_their_pool_closes(tmp_path: Path) -> None:
+    """And one that does not let go is ended all the same."""
+    marks = [tmp_path / "asks", tmp_path / "works"]
+    with pool(timeout_s=60.0, processes=2) as made:
+        for mark in [*marks, *marks]:
+            made.submit(1, lambda start, stop, mark=mark: str(mark).encode())
+        asked = 0
+        deadline = time.monotonic() + 30
+        while asked < 2:
+            assert time.monotonic() < deadline
+            select.select([made.fileno()], [], [], 0.02)
+            made.poll()
+            asked += len(made.asked())
+        pids = made.pids
+    assert [mark.read_text() for mark in marks] == ["given back"] * 2 and not alive(pids)
+    with pool(timeout_s=60.0) as made:
+        made.submit(1, lambda start, stop: b"block")
+        while not (questions := made.asked()):
+            select.select([made.fileno()], [], [], 0.02)
+            made.poll()
+        made.tell(questions[0], b".")
+        pids = made.pids
+    assert not alive(pids)

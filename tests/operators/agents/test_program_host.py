@@ -199,3 +199,33 @@ def test_programs_end_when_their_owner_does() -> None:
         process.kill()
         process.wait()
     wait_until(lambda: not sleeping(20105), WAIT_S)
+
+
+def test_a_stopped_process_that_starts_programs_is_let_go_on(line: HostLine) -> None:
+    os.kill(line.pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(line.pid).status() == psutil.STATUS_STOPPED, WAIT_S)
+    start(line, 0, "echo", "said")
+    line.let_go_on()
+    assert ended(line, 1)[0].last == "said"
+
+
+def test_programs_end_with_their_owner_though_what_starts_them_was_stopped() -> None:
+    owner = (
+        "import os, signal, sys, time; from operators.agents.host_line import HostLine;"
+        "line = HostLine(sys.executable, []);"
+        "order = {'env': {}, 'without': [], 'marker': 'x', 'input': '', 'memory_mb': None, 'output_bytes': 100};"
+        "line.start(0, {'argv': ['sh', '-c', 'setsid sleep 20106 & sleep 20106'], **order});"
+        "input(); os.kill(line.pid, signal.SIGSTOP); print(line.pid, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        wait_until(lambda: len(sleeping(20106)) == 2, WAIT_S)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        host = psutil.Process(int(process.stdout.readline()))
+        wait_until(lambda: host.status() == psutil.STATUS_STOPPED, WAIT_S)
+    finally:
+        process.kill()
+        process.communicate()
+    wait_until(lambda: not sleeping(20106), WAIT_S)

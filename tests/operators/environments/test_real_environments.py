@@ -1,8 +1,12 @@
 """The packages themselves, each with a task of its own: a few steps by a tiny policy, whose ledger is clean."""
 
+import asyncio
 import contextlib
 import json
+import os
+import socket
 import string
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +16,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from rigs.machine import wait_until
+from rigs.worlds.served_alone import free_port
+from test_playing import Spoken
 
 from dataflow import Graph, Model, Result, run
 from dataflow.folder.run_folder import RunFolder
@@ -202,3 +209,86 @@ def test_openenv_with_fewer_places_than_episodes_that_want_one(writer: Path, tmp
     for row in rows:
         seed = json.loads(row["task"])["seed"]
         assert row["completion"].startswith(f"say {seed}") and max(row["turn"]) == 1 and 0 <= row["reward"] <= 2
+
+
+NEMO_GYM = """
+import sys
+from unittest.mock import MagicMock
+
+import uvicorn
+from nemo_gym.server_utils import ServerClient
+
+match sys.argv[1]:
+    case "counter":
+        from resources_servers.example_session_state_mgmt.app import StatefulCounterResourcesServer as Server
+    case "blackjack":
+        from resources_servers.blackjack.app import BlackjackEnv as Server
+config = Server.model_fields["config"].annotation(host="127.0.0.1", port=1, entrypoint="", name=sys.argv[1])
+app = Server(config=config, server_client=MagicMock(spec=ServerClient)).setup_webserver()
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error")
+"""
+"""Serves one of NeMo-Gym's own environments, as its `run_webserver` does once it has read its configuration."""
+
+
+@contextlib.contextmanager
+def nemo_gym_server(which: str) -> Iterator[str]:
+    """By the interpreter that DATAFLOW_NEMO_GYM_PYTHON names, which has nemo_gym: it asks for another than this one."""
+    python = os.environ.get("DATAFLOW_NEMO_GYM_PYTHON")
+    if not python:
+        pytest.skip("DATAFLOW_NEMO_GYM_PYTHON names no interpreter that has nemo_gym")
+    needs("httpx", "nemo-gym")
+    port = free_port()
+    process = subprocess.Popen([python, "-c", NEMO_GYM, which, str(port)])
+    try:
+        wait_until(lambda: process.poll() is not None or listens(port), 120, "the server")
+        assert process.poll() is None
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
+def counting(initial: int, expected: int) -> dict[str, Any]:
+    """A row as the environment's own data has them."""
+    asked = [{"role": "user", "content": "add 1 then add 2 then get the count"}]
+    return {"responses_create_params": {"input": asked}, "initial_count": initial, "expected_count": expected}
+
+
+def test_nemo_gyms_counter_keeps_the_session_over_its_tools_and_verifies(writer: Path, tmp_path: Path) -> None:
+    def call(name: str, **arguments: int) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    with nemo_gym_server("counter") as url:
+        world = environment(f"nemo-gym:{url}", sessions=4, max_turns=4)
+        for more, reward in ((2, 1.0), (3, 0.0)):
+            said = [
+                call("increment_counter", count=1),
+                call("increment_counter", count=more),
+                call("get_counter_value"),
+            ]
+            chat = Spoken([*said, "it is counted"])
+            assert asyncio.run(world(chat, prompt="", task=json.dumps(counting(3, 6)))) == reward
+            assert chat.heard == ['{"success":true}', '{"success":true}', f'{{"count":{4 + more}}}']
+        rows = [counting(n, n + n % 2) for n in range(24)]
+        table = trained(world, writer, tmp_path, chat=True, rows=rows)
+    found = {(json.loads(row["task"])["initial_count"] % 2, row["reward"]) for row in table.to_pylist()}
+    assert found == {(0, 1.0), (1, 0.0)}, "the policy calls nothing: the count is what it was"
+
+
+def test_nemo_gyms_blackjack_is_played_step_by_step(writer: Path, tmp_path: Path) -> None:
+    def action(said: str) -> str:
+        return f"<action>{'hit' if len(said) % 2 else 'stand'}</action>"
+
+    with nemo_gym_server("blackjack") as url:
+        world = environment(f"nemo-gym:{url}", options={"protocol": "step"}, action=action, sessions=4, max_turns=12)
+        asked = [{"role": "user", "content": "Play."}]
+        rows = [{"responses_create_params": {"input": asked}, "number": n} for n in range(16)]
+        found = trained(world, writer, tmp_path, chat=True, rows=rows).to_pylist()
+    assert {row["reward"] for row in found} <= {-1.0, 0.0, 1.0} and {row["finish_reason"] for row in found} == {"stop"}
+    assert all("Your hand: [" in row["completion"] for row in found)

@@ -105,8 +105,28 @@ class TestOpenEnv:
             all_are_back(served)
 
     def test_a_server_that_is_not_there_is_named(self) -> None:
-        with pytest.raises(WorldFailed, match=r"no session of 'openenv:ws://127.0.0.1:9' could be started"):
-            played(environment("openenv:ws://127.0.0.1:9"), Spoken(["a"]), {"seed": 7})
+        wrong = r"no session of 'openenv:ws://127.0.0.1:9' could be started; found ConnectionRefusedError"
+        with pytest.raises(WorldFailed, match=wrong):
+            played(environment("openenv:ws://127.0.0.1:9", timeout_s=0.3), Spoken(["a"]), {"seed": 7})
+
+    def test_a_server_that_is_started_again_is_waited_for_and_no_lost_connection_is_used(self) -> None:
+        """What a pool holds idle ends with the first server; the next episode has a connection to the second."""
+
+        async def work() -> list[float]:
+            with openenv() as first:
+                world, port = self.world(first, timeout_s=20.0), int(first.url.rpartition(":")[2])
+                found = [await bounded(world, Spoken(["a", "b"]), {"seed": 7})]
+                assert first.open == 1, "it is idle"
+            await asyncio.sleep(0.2)  # for its end to be heard
+            playing = asyncio.ensure_future(bounded(world, Spoken(["a", "z"]), {"seed": 8}))
+            await asyncio.sleep(0.5)
+            assert not playing.done(), "nobody listens"
+            with openenv(port=port) as second:
+                found.append(await playing)
+                assert second.resets == [{"seed": 8}]
+            return found
+
+        assert asyncio.run(work()) == [2.0, 1.0]
 
 
 ROW = {
@@ -122,6 +142,18 @@ class TestNemoGym:
 
     def world(self, served: Served, **knobs: Any) -> PlayedEnvironment:
         return environment(f"nemo-gym:{served.url}", **{"timeout_s": 10.0, **knobs})
+
+    def test_a_server_that_is_away_is_asked_again_before_a_session_begins(self) -> None:
+        async def work() -> float:
+            with nemo_gym() as first:
+                world, port = self.world(first), int(first.url.rpartition(":")[2])
+            playing = asyncio.ensure_future(bounded(world, Spoken(["it is 3"]), {**ROW, "expected_count": 3}))
+            await asyncio.sleep(0.3)
+            assert not playing.done(), "nobody listens"
+            with nemo_gym(port=port):
+                return await playing
+
+        assert asyncio.run(work()) == 1.0
 
     def test_tools_are_run_and_the_whole_trajectory_is_verified(self) -> None:
         def call(count: int) -> str:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from dataflow.errors import WorldFailed
-from operators.session_pool import NoRoom, SessionPool
+from operators.session_pool import Away, NoRoom, SessionPool
 
 
 class Kept:
     """A session that is counted."""
+
+    is_lost = False
 
     def __init__(self, log: list[str], number: int) -> None:
         self.log, self.number = log, number
@@ -143,6 +145,59 @@ def test_a_full_server_is_waited_for_and_is_no_failure() -> None:
 
     run(work)
     assert maker.log == ["no NoRoom", "no NoRoom", "start 0", "close 0"]
+
+
+def test_a_session_that_was_lost_while_it_was_idle_is_lent_to_nobody() -> None:
+    maker = Maker()
+
+    async def work() -> None:
+        pool = pool_of(maker, most=2)
+        async with pool.lend() as first, pool.lend() as second:
+            assert {first.number, second.number} == {0, 1}
+        first.is_lost = second.is_lost = True
+        async with pool.lend() as session:
+            assert session.number == 2
+        await settled()
+        assert (pool.open, pool.renewed) == (1, 2), "they have made room"
+        await pool.close()
+        assert pool.open == 0
+
+    run(work)
+    assert sorted(maker.log) == sorted(f"{what} {number}" for what in ("start", "close") for number in range(3))
+
+
+def away() -> Away:
+    error = Away("a server")
+    error.__cause__ = ConnectionRefusedError("nobody listens")
+    return error
+
+
+def test_a_server_that_is_away_for_a_moment_is_waited_for_and_is_no_failure() -> None:
+    maker = Maker(away(), away(), None)
+
+    async def work() -> None:
+        pool = pool_of(maker)
+        async with pool.lend() as session:
+            assert session.number == 0
+        await pool.close()
+
+    run(work)
+    assert maker.log == ["no Away", "no Away", "start 0", "close 0"]
+
+
+def test_a_server_that_stays_away_is_the_failure_of_who_waits_with_the_reason() -> None:
+    maker = Maker(*(away() for _ in range(10_000)))
+
+    async def work() -> None:
+        pool = pool_of(maker, start_s=0.2)
+        with pytest.raises(WorldFailed, match=r"could be started; found ConnectionRefusedError: nobody listens"):
+            async with pool.lend():
+                raise AssertionError("there is none")
+        await pool.close()
+        assert pool.open == 0
+
+    run(work)
+    assert maker.made == 0 and len(maker.log) > 1
 
 
 def test_who_waits_too_long_is_told_and_takes_nothing_along() -> None:

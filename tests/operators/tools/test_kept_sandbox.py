@@ -83,6 +83,17 @@ def test_a_shell_keeps_its_folder_and_its_environment_and_shares_files_with_pyth
     assert "exited with status" in found[6]
 
 
+def test_a_sandbox_that_was_ended_from_outside_is_lost() -> None:
+    """So that one which was started ahead is lent to no rollout."""
+
+    async def work(session: SandboxSession) -> None:
+        assert session._sandbox is not None and not session.is_lost
+        os.kill(session._sandbox.pid, signal.SIGKILL)
+        wait_until(lambda: session.is_lost, DEADLINE_S)
+
+    sandboxed(work)
+
+
 def test_files_go_in_and_out() -> None:
     async def work(session: SandboxSession) -> None:
         await session.write("in/data.csv", b"a,b\n1,2\n")

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rigs.worlds import LETTERS
@@ -31,13 +33,22 @@ class Served:
     resets: list[dict[str, Any]] = field(default_factory=list)
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Routes and what was posted there."""
+    log: Path | None = None
+    """A file that gets a line for each session that begins or ends."""
 
     def begin(self) -> None:
         self.open, self.started = self.open + 1, self.started + 1
         self.most = max(self.most, self.open)
+        self._note("begin")
 
     def end(self) -> None:
         self.open -= 1
+        self._note("end")
+
+    def _note(self, what: str) -> None:
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(f"{what} {os.getpid()}\n")
 
 
 @contextlib.contextmanager
@@ -67,20 +78,26 @@ def in_thread(serve: Callable[[asyncio.Event, Callable[[str], None]], Coroutine[
 
 
 @contextlib.contextmanager
-def openenv(*, capacity: int = 1, turns: int = 2, ping_s: float | None = None) -> Iterator[Served]:
+def openenv(
+    *, capacity: int = 1, turns: int = 2, ping_s: float | None = None, port: int = 0, log: Path | None = None
+) -> Iterator[Served]:  # fmt: skip
     """An OpenEnv server: each connection one environment, worth 1 for each turn that begins with one of LETTERS.
 
-    ping_s: it pings so often. "die" ends a connection, "think" is answered when nobody was for half a second, no ping
-    either, "shout" with 10 MB, "mute" not at all, "broken" with an error of the environment; a number is no action."""
+    port: 0: any that is free. log: as of `Served`. ping_s: it pings so often, and closes who does not answer in ten
+    seconds. "die" ends a connection, "think" is answered when nobody was for half a second, no ping either, "shout" with
+    10 MB, "mute" not at all, "broken" with an error of the environment; a number is no action."""
     from websockets.asyncio.server import serve
     from websockets.exceptions import ConnectionClosed
 
-    served = Served()
+    served = Served(log=log)
 
     async def pinging(socket: Any) -> None:
         with contextlib.suppress(ConnectionClosed):
             while ping_s is not None:
-                await (await socket.ping())
+                try:
+                    await asyncio.wait_for(await socket.ping(), 10.0)
+                except TimeoutError:
+                    await socket.close(1011)
                 served.pongs += 1
                 await asyncio.sleep(ping_s)
 
@@ -140,7 +157,7 @@ def openenv(*, capacity: int = 1, turns: int = 2, ping_s: float | None = None) -
             served.end()
 
     async def work(until: asyncio.Event, ready: Callable[[str], None]) -> None:
-        async with serve(session, "127.0.0.1", 0, close_timeout=1, ping_interval=None) as server:
+        async with serve(session, "127.0.0.1", port, close_timeout=1, ping_interval=None) as server:
             ready(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             await until.wait()
 
@@ -150,7 +167,7 @@ def openenv(*, capacity: int = 1, turns: int = 2, ping_s: float | None = None) -
 
 
 @contextlib.contextmanager
-def nemo_gym(*, capacity: int = 64) -> Iterator[Served]:
+def nemo_gym(*, capacity: int = 64, port: int = 0) -> Iterator[Served]:
     """A resources server of NeMo-Gym in both protocols, by its documentation: /seed_session, /increment (a tool),
     /verify, which compares the count with `expected_count`; /reset, /step, /close, worth 1 for each turn of LETTERS."""
     import uvicorn
@@ -226,7 +243,7 @@ def nemo_gym(*, capacity: int = 64) -> Iterator[Served]:
     app = Starlette(routes=[Route("/{route:path}", answer, methods=["POST"])])
 
     async def work(until: asyncio.Event, ready: Callable[[str], None]) -> None:
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
         running = asyncio.ensure_future(server.serve())
         began = time.monotonic()
         while not server.started and time.monotonic() - began < 10:
