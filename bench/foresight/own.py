@@ -56,23 +56,26 @@ class Trial:
 
 
 CALIBRATE = (
+    Trial(name="tiny, synchronous, long", policy="tiny", max_staleness=0, prompts_per_step=24, max_tokens=LONG,
+          steps=24),
+    Trial(name="large, steps of 128 rollouts", policy="large", max_staleness=1, prompts_per_step=16, steps=36),
+)  # fmt: skip
+"""They differ in what the constants are to tell apart: sizes of the model and of a step, lengths, and with them the
+batch, which empties in the first one; and whether generator and trainer compute at once, with a thread each, or in
+turn, with all cores. Models that are foreseen are between these two."""
+MORE = (
     Trial(name="tiny, steps of 64 rollouts", policy="tiny", prompts_per_step=8, steps=120),
     Trial(name="large, staleness 1, long", policy="large", max_staleness=1, prompts_per_step=16, max_tokens=LONG,
           steps=30),
 )  # fmt: skip
-"""They differ in what the constants are to tell apart: sizes of the model, of a step and of a batch, which empties in
-the second one, as a step waits for its longest text. Models that are foreseen are between these two."""
+"""What else the choice of placements is calibrated with."""
 CUT = (
     Trial(name="tiny, two ranks", policy="tiny", ranks=2, max_staleness=0, steps=30),
     Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, prompts_per_step=16, steps=20),
 )
 """They say what ranks on cores take to wait for each other; only the choice of placements needs them."""
-THREADED = (
-    Trial(name="tiny, two threads", policy="tiny", max_staleness=0, steps=30),
-    Trial(name="tiny, two threads, steps of 64 rollouts", policy="tiny", max_staleness=0, prompts_per_step=8, steps=40),
-    Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),
-)
-"""They say what becomes of processes that have all cores, as where generator and trainer wait for each other."""
+THREADED = (Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),)
+"""It says what becomes of a larger model's processes that have all cores."""
 PREDICT = (
     Trial(name="staleness 0", max_staleness=0, steps=24),
     Trial(name="staleness 1", max_staleness=1, steps=32),
