@@ -19,7 +19,7 @@ def non_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArra
     [2.0, 0.0]
     """
     scale = np.maximum(np.sqrt((x**2).sum(axis=0)), 1e-300)
-    few = np.linalg.qr(np.column_stack([x / scale, y]), mode="r")
+    few = np.asarray(np.linalg.qr(np.column_stack([x / scale, y]), mode="r"))
     a, b = few[:, :-1], few[:, -1]
     least, found = _NOTHING * max(float(np.linalg.norm(y)), 1e-300), np.zeros(len(scale))
     chosen, barred = np.zeros(len(scale), bool), np.zeros(len(scale), bool)

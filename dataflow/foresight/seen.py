@@ -158,7 +158,7 @@ def look(path: Path) -> SeenRun:
 
 
 def _micro_batch_tokens(graph: Mapping[str, Any], trainer: str) -> int:
-    knobs = next((node.get("knobs", {}) for node in graph["nodes"] if node["name"] == trainer), {})
+    knobs: Mapping[str, Any] = next((node.get("knobs", {}) for node in graph["nodes"] if node["name"] == trainer), {})
     told = str(knobs.get("micro_batch_tokens", ""))
     return int(told) if told.isdecimal() else 0
 
