@@ -26,6 +26,8 @@ from bench.report import Report
 from graphs.tasks import sorting
 from operators.warm_start import warm_start
 
+STEADY = 1.15
+"""A run whose slowest third took so many times as long as its fastest, or less, had the same machine all the time."""
 LONG = 200
 """Tokens of the longest completions of a run that calibrates."""
 
@@ -186,6 +188,7 @@ def own(path: Path | None, policies: Path, kept: Path | None, seconds: float | N
         console.print(described(constants), highlight=False, markup=False)
         texts = {trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
         off: dict[str, list[float]] = {"step_s": [], "efficiency": [], "staleness": []}
+        steady: list[float] = []
         for trial in (each for each in (*CALIBRATE, *PREDICT) if each.name in seen):
             run = seen[trial.name]
             texts.setdefault(trial.texts, (run.prompt_tokens, run.lengths))
@@ -194,16 +197,24 @@ def own(path: Path | None, policies: Path, kept: Path | None, seconds: float | N
                 case="own runs", system=trial.name, step_ms=1e3 * run.step_s, foreseen_ms=1e3 * foreseen.step_s,
                 off=foreseen.step_s / run.step_s - 1, efficiency=run.efficiency,
                 foreseen_efficiency=foreseen.efficiency,
-                staleness=run.staleness, foreseen_staleness=foreseen.staleness,
+                staleness=run.staleness, foreseen_staleness=foreseen.staleness, drift=run.drift,
             )  # fmt: skip
             if trial in PREDICT:
                 off["step_s"].append(abs(foreseen.step_s / run.step_s - 1))
                 off["efficiency"].append(abs(foreseen.efficiency - run.efficiency))
                 off["staleness"].append(abs(foreseen.staleness - run.staleness))
+                if run.drift <= STEADY:
+                    steady.append(off["step_s"][-1])
     report.show(console)
     for figure, found in off.items():
         console.print(
             f"{figure}: off by {statistics.median(found):.3f} in the median of {len(found)}, {max(found):.3f} at most",
+            highlight=False,
+        )
+    if steady:
+        console.print(
+            f"step_s of runs whose own steps differed by {STEADY - 1:.0%} at most, third by third: off by "
+            f"{statistics.median(steady):.3f} in the median of {len(steady)}, {max(steady):.3f} at most",
             highlight=False,
         )
     if rounds.missing:

@@ -92,6 +92,14 @@ class SeenRun:
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
     @property
+    def drift(self) -> float:
+        """Seconds of a step in the slowest third of the run over those in the fastest: as the run does the same all the
+        time, it is the machine that was not the same."""
+        ends = np.array([float(line["seconds"]) for line in self.steps])
+        thirds = [part.mean() for part in np.array_split(np.diff(ends), 3)]
+        return float(max(thirds) / min(thirds))
+
+    @property
     def staleness(self) -> float:
         """Mean, in versions."""
         return float(np.mean([line["staleness_mean"] for line in self.steps]))
