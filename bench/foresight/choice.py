@@ -5,7 +5,8 @@
     python -m bench.foresight --choice --keep FOLDER --graphs "small+slow scorer"
 
 Every placement that auto looks at (replicas and ranks of the generator, ranks of the trainer) is run for real, and
-foreseen with the constants of the two runs that `--own` calibrates with, of two with ranks and of two with threads.
+foreseen with the constants of the two runs that `--own` calibrates with, of two others, of two with ranks and of one
+with threads.
 Graphs are as those of `--own`. Rounds are interleaved: all placements of all graphs once, then those again that may be
 the fastest. The noise is that of runs made twice, pooled over all; a placement ties with the fastest where the
 difference of their means is within what this noise makes in 95 of 100 cases.
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from bench.end_to_end.cases import SCORER_S
-from bench.foresight.own import CALIBRATE, CUT, THREADED, Trial, build, planned, policy
+from bench.foresight.own import CALIBRATE, CUT, MORE, THREADED, Trial, build, planned, policy
 from bench.foresight.rounds import Measured, Noise, Planned, Rounds, contenders
 from bench.report import Report
 
@@ -60,7 +61,7 @@ def choice(
     report, console = Report("foresight", path), Console(width=170)
     with tempfile.TemporaryDirectory(prefix="choice-") as temporary:
         graphs = [each for each in GRAPHS if not names or each.name in names]
-        calibrating = (*CALIBRATE, *CUT, *THREADED)
+        calibrating = (*CALIBRATE, *MORE, *CUT, *THREADED)
         for trial in (*calibrating, *graphs):
             policy(trial.policy, policies)
         making = Rounds(kept or Path(temporary), seconds)

@@ -26,6 +26,8 @@ from bench.report import Report
 from graphs.tasks import sorting
 from operators.warm_start import warm_start
 
+STEADY = 1.15
+"""A run whose slowest third took so many times as long as its fastest, or less, had the same machine all the time."""
 LONG = 200
 """Tokens of the longest completions of a run that calibrates."""
 
@@ -56,23 +58,26 @@ class Trial:
 
 
 CALIBRATE = (
+    Trial(name="tiny, synchronous, long", policy="tiny", max_staleness=0, prompts_per_step=24, max_tokens=LONG,
+          steps=24),
+    Trial(name="large, steps of 128 rollouts", policy="large", max_staleness=1, prompts_per_step=16, steps=36),
+)  # fmt: skip
+"""They differ in what the constants are to tell apart: sizes of the model and of a step, lengths, and with them the
+batch, which empties in the first one; and whether generator and trainer compute at once, with a thread each, or in
+turn, with all cores. Models that are foreseen are between these two."""
+MORE = (
     Trial(name="tiny, steps of 64 rollouts", policy="tiny", prompts_per_step=8, steps=120),
     Trial(name="large, staleness 1, long", policy="large", max_staleness=1, prompts_per_step=16, max_tokens=LONG,
           steps=30),
 )  # fmt: skip
-"""They differ in what the constants are to tell apart: sizes of the model, of a step and of a batch, which empties in
-the second one, as a step waits for its longest text. Models that are foreseen are between these two."""
+"""What else the choice of placements is calibrated with."""
 CUT = (
     Trial(name="tiny, two ranks", policy="tiny", ranks=2, max_staleness=0, steps=30),
     Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, prompts_per_step=16, steps=20),
 )
 """They say what ranks on cores take to wait for each other; only the choice of placements needs them."""
-THREADED = (
-    Trial(name="tiny, two threads", policy="tiny", max_staleness=0, steps=30),
-    Trial(name="tiny, two threads, steps of 64 rollouts", policy="tiny", max_staleness=0, prompts_per_step=8, steps=40),
-    Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),
-)
-"""They say what becomes of processes that have all cores, as where generator and trainer wait for each other."""
+THREADED = (Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),)
+"""It says what becomes of a larger model's processes that have all cores."""
 PREDICT = (
     Trial(name="staleness 0", max_staleness=0, steps=24),
     Trial(name="staleness 1", max_staleness=1, steps=32),
@@ -183,6 +188,7 @@ def own(path: Path | None, policies: Path, kept: Path | None, seconds: float | N
         console.print(described(constants), highlight=False, markup=False)
         texts = {trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
         off: dict[str, list[float]] = {"step_s": [], "efficiency": [], "staleness": []}
+        steady: list[float] = []
         for trial in (each for each in (*CALIBRATE, *PREDICT) if each.name in seen):
             run = seen[trial.name]
             texts.setdefault(trial.texts, (run.prompt_tokens, run.lengths))
@@ -191,16 +197,24 @@ def own(path: Path | None, policies: Path, kept: Path | None, seconds: float | N
                 case="own runs", system=trial.name, step_ms=1e3 * run.step_s, foreseen_ms=1e3 * foreseen.step_s,
                 off=foreseen.step_s / run.step_s - 1, efficiency=run.efficiency,
                 foreseen_efficiency=foreseen.efficiency,
-                staleness=run.staleness, foreseen_staleness=foreseen.staleness,
+                staleness=run.staleness, foreseen_staleness=foreseen.staleness, drift=run.drift,
             )  # fmt: skip
             if trial in PREDICT:
                 off["step_s"].append(abs(foreseen.step_s / run.step_s - 1))
                 off["efficiency"].append(abs(foreseen.efficiency - run.efficiency))
                 off["staleness"].append(abs(foreseen.staleness - run.staleness))
+                if run.drift <= STEADY:
+                    steady.append(off["step_s"][-1])
     report.show(console)
     for figure, found in off.items():
         console.print(
             f"{figure}: off by {statistics.median(found):.3f} in the median of {len(found)}, {max(found):.3f} at most",
+            highlight=False,
+        )
+    if steady:
+        console.print(
+            f"step_s of runs whose own steps differed by {STEADY - 1:.0%} at most, third by third: off by "
+            f"{statistics.median(steady):.3f} in the median of {len(steady)}, {max(steady):.3f} at most",
             highlight=False,
         )
     if rounds.missing:

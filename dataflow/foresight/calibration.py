@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.generation import GeneratorReplica
 from dataflow.foresight.least_squares import non_negative
-from dataflow.foresight.parts import Parts
-from dataflow.foresight.rates import ASSUMED, ASSUMED_CONSTANTS, Constants, Rates
+from dataflow.foresight.rates import ASSUMED, ASSUMED_CONSTANTS, PARALLEL, Constants, Rates
 from dataflow.foresight.scenarios import exchanges_of
 from dataflow.foresight.seen import SeenRun
 from dataflow.foresight.steps import CONSTANTS
@@ -27,20 +26,27 @@ _FREE = 1e6
 """Share of a rate that is reached where no seconds are seen to depend on it."""
 _RIDGE = 0.01
 """Root of the penalty on coefficients of columns of length 1: little beside what tells columns apart."""
-_ALONE = tuple(1 + number / 20 for number in range(13))
-"""How much faster one process on cores may be while no other computes: what two share is caches and memory."""
+_NOISE = 0.015
+"""Of seconds: two fits that differ by less than that are as good."""
+_ALONE, _ALONE_IS, _ALONE_ABOUT = tuple(1 + number / 20 for number in range(17)), 1.4, 0.15
+"""How much faster one process on cores may be while no other computes: what two share is caches and memory, or the
+core itself, where both are its hardware threads. What it is where runs do not tell, give or take."""
+_PARALLEL, _PARALLEL_ABOUT = tuple(number / 20 for number in range(6, 21)), 0.15
+"""What several threads may reach of so many times the speed; give or take."""
 _CORES_EXCHANGE_S = 150e-6
 """Of two processes on cores, assumed: about what gloo takes for few bytes."""
 _PASSES = "seconds_forward_backward"
 _ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
 """What a line of metrics.jsonl has of a training step."""
+_MOST_HOP_S, _LITTLE = 0.02, 0.1
+"""Between two operators. Share of a step that those between generator and trainer may take, for this to be seen."""
 
 
 def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
     """Rates that come nearest to what these runs took, none below 0; what the runs do not tell apart is shared out.
 
-    Runs of several sizes of models, steps and batches do. GraphError for no runs, or for runs on another kind of
-    device."""
+    Runs of several sizes of models, steps and batches do; on cores one in which generator and trainer wait for each
+    other, and one in which they do not. GraphError for no runs, or for runs on another kind of device."""
     if not runs:
         raise GraphError("a calibration needs run folders; name one or more")
     for run in runs:
@@ -52,27 +58,77 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
             )
     device = device_kind(kind)
     names = ", ".join(run.path.resolve().name for run in runs)
-    alone = min(_ALONE, key=lambda each: _misses(runs, device, each)) if _share_cores(runs) else 1.0
-    several: dict[Literal["generator", "learner"], dict[int, Rates]] = {
-        "generator": _generators(runs, device, alone)[0], "learner": _learners(runs, device, alone)[0],
-    }  # fmt: skip
-    first = {role: found[min(found)] for role, found in several.items()}
+    alone, (generator, learner) = _best((_generators(runs, device), _learners(runs, device)), on_cores=kind == "cpu")
     return Constants(
-        generator=first["generator"], learner=first["learner"], row_s=_rows(runs), alone=alone,
-        threaded={role: found for role, found in several.items() if len(found) > 1},
-        computed=float(np.mean([run.computed for run in runs])), source=f"calibrated on {names}",
+        generator=_generator_rates(generator.found, runs, device), learner=_learner_rates(learner.found, runs, device),
+        parallel={
+            role: fit.parallel for role, fit in (("generator", generator), ("learner", learner)) if fit.has_threads
+        },
+        row_s=_rows(runs), alone=alone, hop_s=_hop_s(runs), computed=float(np.mean([run.computed for run in runs])),
+        source=f"calibrated on {names}",
     )  # fmt: skip
 
 
-def _misses(runs: Sequence[SeenRun], kind: DeviceKind, alone: float) -> float:
-    """Squares of what is left when processes that compute alone are so much faster."""
-    return _generators(runs, kind, alone)[1] + _learners(runs, kind, alone)[1]
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """Coefficients of the columns of a table, where several threads are so much faster."""
+
+    found: Sequence[float]
+    parallel: float
+    has_threads: bool
+    missed: float
+    """In units of noise, how far it is from what was seen, and from what is assumed."""
 
 
-def _share_cores(runs: Sequence[SeenRun]) -> bool:
-    """Whether some runs had generator and trainer compute at once on cores, and some in turn."""
-    on_cores = not any(each.get("gpus") for run in runs for each in run.placed.values())
-    return on_cores and len({run.max_staleness > 0 for run in runs}) > 1
+@dataclass(kw_only=True)
+class _Table:
+    """Seconds of one kind of operator, and what they were spent on."""
+
+    serial: slice
+    """Columns of what one thread does alone, of several."""
+    shared: slice
+    """Columns of what they share out. The last column is that of their waits for each other."""
+    x: list[Sequence[float]] = field(default_factory=list)
+    y: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
+    """Share of the time in which no other process computed, where that is seen in the seconds."""
+    threads: list[int] = field(default_factory=list)
+
+    def add(self, seconds: float, spent: Sequence[float], *, waits: float, idle: float, threads: int) -> None:
+        """A row; waits: how often several threads would wait for each other."""
+        self.x.append([*spent, waits if threads > 1 else 0.0])
+        self.y.append(seconds)
+        self.idle.append(idle if threads == 1 else 0.0)
+        self.threads.append(threads)
+
+    def fit(self, alone: float, parallel: float) -> _Fit:
+        """Of seconds beside others, of one thread: `Constants.of` says what becomes of them."""
+        x, threads = np.array(self.x), np.array(self.threads)
+        x[:, self.serial] /= np.where(threads > 1, alone, 1.0)[:, None]
+        x[:, self.shared] /= np.where(threads > 1, threads * parallel, 1.0)[:, None]
+        found, left = _fit(x, np.array(self.y) * (1 + (alone - 1) * np.array(self.idle)))
+        missed = left / _NOISE**2 + ((parallel - PARALLEL) / _PARALLEL_ABOUT) ** 2
+        return _Fit(found=found, parallel=parallel, has_threads=bool((threads > 1).any()), missed=missed)
+
+
+def _best(tables: Sequence[_Table], *, on_cores: bool) -> tuple[float, Sequence[_Fit]]:
+    """How much faster a process is alone, and what fits each table then: where runs do not tell, what is assumed."""
+    if not on_cores:
+        return 1.0, [table.fit(1.0, PARALLEL) for table in tables]
+    best: tuple[float, float, Sequence[_Fit]] | None = None
+    for alone in _ALONE:
+        fits = [
+            min(
+                (table.fit(alone, each) for each in (_PARALLEL if max(table.threads) > 1 else (PARALLEL,))),
+                key=lambda fit: fit.missed,
+            )
+            for table in tables
+        ]  # fmt: skip
+        missed = sum(fit.missed for fit in fits) + ((alone - _ALONE_IS) / _ALONE_ABOUT) ** 2
+        if best is None or missed < best[0]:
+            best = missed, alone, fits
+    assert best is not None, "some are tried"
+    return best[1:]
 
 
 def _busy(run: SeenRun, node: str) -> float:
@@ -81,101 +137,123 @@ def _busy(run: SeenRun, node: str) -> float:
     return min(1.0, sum(each.busy_s for each in run.stretches[node]) / seconds) if seconds else 0.0
 
 
-def _crowded(run: SeenRun, node: str, other: str, alone: float) -> float:
-    """Seconds that a node would have taken had all cores been at work, over those that it took."""
+def _beside(run: SeenRun, node: str, other: str) -> dict[str, Any]:
+    """What a table is to know of a node's processes: their threads on cores, and how long they had these alone."""
     placed = run.placed[node]
-    if int(placed["ranks"]) * int(placed["replicas"]) * int(placed.get("threads", 1)) > 1:
-        return 1.0
-    return 1 + (alone - 1) * (1 - _busy(run, other))
+    threads = 1 if placed.get("gpus") else int(placed.get("threads", 1))
+    if int(placed["ranks"]) * int(placed["replicas"]) > 1:
+        return {"threads": threads, "idle": 0.0}
+    return {"threads": threads, "idle": 1 - _busy(run, other) if run.max_staleness else 1.0}
 
 
-def _threads(run: SeenRun, node: str) -> int:
-    return int(run.placed[node].get("threads", 1))
+def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> _Table:
+    """Of each stretch its decode steps that began nothing, by about how many rollouts they carried on, and the rest.
 
-
-def _generators(runs: Sequence[SeenRun], kind: DeviceKind, alone: float) -> tuple[dict[int, Rates], float]:
-    """Rates by threads, and squares of what is left. Of each stretch its decode steps that began nothing, by about how
-    many rollouts they carried on, and the rest."""
-    counts = sorted({_threads(run, run.generator) for run in runs})
-    x: list[list[float]] = []
-    y: list[float] = []
+    Columns: steps, rollouts in them, those that end; exchanges, memory; products, numbers that are looked at."""
+    table = _Table(serial=slice(0, 3), shared=slice(5, 7))
     for run in runs:
-        placed, at = run.placed[run.generator], counts.index(_threads(run, run.generator))
-        crowded = _crowded(run, run.generator, run.trainer, alone)
-        replica = GeneratorReplica(
-            model=run.model, kind=kind, tensor_parallel=int(placed["ranks"]), dtype=_dtype(kind)
-        )  # fmt: skip
-        context = run.prompt_tokens + 0.6 * run.lengths.mean
-        once, token = replica.step(0.0, 0.0, _NOTHING), replica.step(1.0, context, _NOTHING)
+        beside = _beside(run, run.generator, run.trainer)
+        ranks = int(run.placed[run.generator]["ranks"])
+        replica = GeneratorReplica(model=run.model, kind=kind, tensor_parallel=ranks, dtype=_dtype(kind))
+        once = replica.step(0.0, 0.0, _NOTHING).memory
 
-        def row(
-            steps: float, tokens: float, ends: float, prompts: float, replica: GeneratorReplica = replica,
-            once: Parts = once, token: Parts = token, at: int = at,
+        def spent(
+            steps: float, tokens: float, context: float, ends: float = 0.0, prompts: float = 0.0,
+            replica: GeneratorReplica = replica, once: float = once,
         ) -> list[float]:  # fmt: skip
-            memory = steps * once.memory + tokens * (token.memory - once.memory)
-            of = [tokens * token.compute + prompts, memory]
-            return [steps, tokens, ends, steps * replica.exchanges, *_at(at, len(counts), of)]
+            token = replica.step(1.0, context, _NOTHING)
+            memory = steps * once + tokens * (token.memory - once)
+            return [
+                steps, tokens, ends, steps * replica.exchanges, memory, tokens * token.compute + prompts,
+                replica.looks(tokens, context),
+            ]  # fmt: skip
 
         for each in run.stretches[run.generator]:
             steps, tokens, busy_s = each.steps, each.tokens, each.busy_s
             for size in each.decoded:
                 if size.steps:
-                    x.append(row(size.steps, size.rollouts, 0.0, 0.0))
-                    y.append(crowded * size.seconds)
+                    context = _context(run, size.rollouts / size.steps)
+                    waits = size.steps if size.rollouts > size.steps else 0.0
+                    table.add(size.seconds, spent(size.steps, size.rollouts, context), waits=waits, **beside)
                     steps, tokens, busy_s = steps - size.steps, tokens - size.rollouts, busy_s - size.seconds
             prompts = run.model.forward(each.rows_out / run.group_size * run.prompt_tokens, run.prompt_tokens / 2)
             prompts /= replica.ranks * kind.rate(replica.dtype)
-            x.append(row(max(0.0, steps), max(0.0, tokens), each.rows_out, prompts))
-            y.append(crowded * max(0.0, busy_s))
-    (step_s, row_s, end_s, exchange_s, *found), left = _fit(x, y)
+            steps, tokens = max(0.0, steps), max(0.0, tokens)
+            rest = spent(steps, tokens, _context(run), each.rows_out, prompts)
+            table.add(max(0.0, busy_s), rest, waits=steps, **beside)
+    return table
+
+
+def _generator_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
+    step_s, row_s, end_s, exchange_s, memory, compute, look_s, wait_s = found
     if not any(int(run.placed[run.generator]["ranks"]) > 1 for run in runs):
         exchange_s = _unseen_exchange_s(kind)
-    return {
-        threads: replace(
-            ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, exchange_s=exchange_s,
-            compute=_share(found[2 * at]), memory=_share(found[2 * at + 1]),
-        )
-        for at, threads in enumerate(counts)
-    }, left  # fmt: skip
+    return replace(
+        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, exchange_s=exchange_s, compute=_share(compute),
+        memory=_share(memory), look_s=look_s, wait_s=wait_s,
+    )  # fmt: skip
 
 
-def _learners(runs: Sequence[SeenRun], kind: DeviceKind, alone: float) -> tuple[dict[int, Rates], float]:
-    """As `_generators`: of each step its passes, and what is done once."""
-    counts = sorted({_threads(run, run.trainer) for run in runs})
-    x: list[list[float]] = []
-    y: list[float] = []
+def _context(run: SeenRun, rollouts: float | None = None) -> float:
+    """Tokens that a decoded one looks back at, in the mean. rollouts: of the step; where all of a batch begin at once,
+    those that are left say how far it has come."""
+    if rollouts is None or run.max_staleness:
+        return run.prompt_tokens + run.lengths.looks_back
+    together = run.prompts_per_step * run.group_size / int(run.placed[run.generator]["replicas"])
+    return run.prompt_tokens + float(np.quantile(run.lengths.tokens, max(0.0, 1 - rollouts / together)))
+
+
+def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> _Table:
+    """As `_generators`: of each step its passes, and what is done once.
+
+    Columns: steps, layers; exchanges, memory; hidden states, products, numbers that are looked at."""
+    table = _Table(serial=slice(0, 2), shared=slice(4, 7))
     for run in runs:
-        placed, at = run.placed[run.trainer], counts.index(_threads(run, run.trainer))
-        crowded = _crowded(run, run.trainer, run.generator, alone)
-        ranks = int(placed["ranks"]) * int(placed["replicas"])
+        beside = _beside(run, run.trainer, run.generator)
+        ranks = int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"])
         learners = Learners(model=run.model, kind=kind, ranks=ranks, dtype=_dtype(kind))
         rollouts, exchanges = run.prompts_per_step * run.group_size, exchanges_of(learners)
+        back = run.prompt_tokens + run.lengths.looks_back
         busy_s, made = (sum(getattr(each, name) for each in run.stretches[run.trainer]) for name in ("busy_s", "steps"))
         told_s = float(np.mean([sum(line[each] for each in (_PASSES, *_ONCE)) for line in run.steps]))
         untold_s = max(0.0, busy_s / made - told_s)
         for line in run.steps:
             tokens = line["computed_tokens"]
             passes = learners.passes(rollouts, tokens / rollouts, forward=1.0 + BACKWARD, sequences=1e9)
-            x.append([1.0, learners.update().memory, exchanges, *_at(at, len(counts), [0.0, 0.0, 0.0])])
-            y.append(crowded * sum(line[each] for each in _ONCE))
-            of = [run.model.layers, learners.channels(tokens), passes.compute]
-            x.append([0.0, 0.0, exchanges, *_at(at, len(counts), of)])
-            y.append(crowded * (line[_PASSES] + untold_s))
-    (step_s, memory, exchange_s, *found), left = _fit(x, y)
+            times = learners.micro_batches(tokens, run.micro_batch_tokens)
+            once = [1.0, 0.0, exchanges, learners.update().memory, 0.0, 0.0, 0.0]
+            table.add(sum(line[each] for each in _ONCE), once, waits=0.0, **beside)
+            layers = times * run.model.layers
+            of = [0.0, layers, times * exchanges, 0.0, learners.channels(tokens), passes.compute]
+            looks = learners.looks(tokens, back)
+            table.add(line[_PASSES] + untold_s, [*of, looks], waits=layers, **beside)
+    return table
+
+
+def _learner_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
+    step_s, layer_s, exchange_s, memory, channel_s, compute, look_s, wait_s = found
     if not any(int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"]) > 1 for run in runs):
         exchange_s = _unseen_exchange_s(kind)
-    return {
-        threads: replace(
-            ASSUMED, step_s=step_s, exchange_s=exchange_s, memory=_share(memory), layer_s=found[3 * at],
-            channel_s=found[3 * at + 1], compute=_share(found[3 * at + 2]),
-        )
-        for at, threads in enumerate(counts)
-    }, left  # fmt: skip
+    return replace(
+        ASSUMED, step_s=step_s, exchange_s=exchange_s, memory=_share(memory), layer_s=layer_s, channel_s=channel_s,
+        compute=_share(compute), look_s=look_s, wait_s=wait_s,
+    )  # fmt: skip
 
 
-def _at(number: int, of: int, found: Sequence[float]) -> list[float]:
-    """Columns of one of so many numbers of threads: the others have nothing there."""
-    return [each for at in range(of) for each in (found if at == number else [0.0] * len(found))]
+def _hop_s(runs: Sequence[SeenRun]) -> float:
+    """From one operator to the next: what is left of a step in which generator and trainer, of one replica each, are at
+    work one after the other, and nobody else is for long."""
+    found = []
+    for run in runs:
+        ends = (run.generator, run.trainer)
+        between = [
+            node for node, some in run.stretches.items() if node not in ends and any(each.rows_in > 0 for each in some)
+        ]
+        single = all(int(run.placed[node]["replicas"]) == 1 for node in ends)
+        if run.max_staleness == 0 and single and sum(_busy(run, node) for node in between) <= _LITTLE:
+            idle = max(0.0, 1 - sum(_busy(run, node) for node in ends))
+            found.append(min(_MOST_HOP_S, idle * run.step_s / (len(between) + 1)))
+    return float(np.median(found)) if found else ASSUMED_CONSTANTS.hop_s
 
 
 def _unseen_exchange_s(kind: DeviceKind) -> float:
@@ -186,15 +264,15 @@ def _unseen_exchange_s(kind: DeviceKind) -> float:
 _NOTHING = Rates(step_s=0.0)
 
 
-def _fit(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[Sequence[float], float]:
+def _fit(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[Sequence[float], float]:
     """Ridge regression (Hoerl and Kennard, 1970) of seconds relative to their size, no coefficient below 0: what
-    columns cannot be told apart by is shared out between them; and squares of what is left."""
+    columns cannot be told apart by is shared out between them; and of all squares the share that is left."""
     weights = 1 / np.sqrt(np.maximum(0.01 * np.mean(y), y))
-    rows, there = np.array(x) * weights[:, None], np.array(y) * weights
+    rows, there = x * weights[:, None], y * weights
     scale = np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300)
     drawn = np.vstack([rows / scale, _RIDGE * np.eye(len(scale))])
     found, left = non_negative(drawn, np.concatenate([there, np.zeros(len(scale))]))
-    return [float(each) for each in found / scale], left
+    return [float(each) for each in found / scale], left / max(1e-300, float(there @ there))
 
 
 def _share(seconds: float) -> float:
@@ -221,12 +299,7 @@ def _dtype(kind: DeviceKind) -> str:
 def described(constants: Constants) -> str:
     """For people: a line for each kind of operator."""
     found = []
-    roles = (("generator", constants.generator), ("learner", constants.learner))
-    every = [
-        (role, many, of) for role, rates in roles for many, of in (constants.threaded.get(role) or {0: rates}).items()
-    ]
-    for role, many, rates in every:
-        threads = f" with {many} thread{'s' if many > 1 else ''}" if many else ""
+    for role, rates in (("generator", constants.generator), ("learner", constants.learner)):
         each = "decode step" if role == "generator" else "step"
         spent = [f"{1e3 * rates.step_s:.3g} ms a {each}"]
         spent.append(
@@ -235,14 +308,22 @@ def described(constants: Constants) -> str:
         )  # fmt: skip
         if rates.end_s:
             spent.append(f"{1e6 * rates.end_s:.3g} us a rollout that ends")
+        if rates.look_s:
+            spent.append(f"{1e9 * rates.look_s:.3g} ns a number that attention looks at")
         for share, what in ((rates.compute, "of matrix products"), (rates.memory, "of memory's bandwidth")):
             spent.append(f"{share:.1%} {what}" if share < _FREE else f"nothing for {what.partition(' ')[2]}")
         spent.append(f"{1e6 * rates.exchange_s:.3g} us an exchange between ranks")
-        found.append(f"{'generator' if role == 'generator' else 'trainer'}{threads}: {', '.join(spent)}")
+        if role in constants.parallel:
+            spent.append(
+                f"n threads {constants.parallel[role]:.2f} n times as fast in what they share out, waiting "
+                f"{1e6 * rates.wait_s:.3g} us for each other in a {'step' if role == 'generator' else 'layer'}"
+            )
+        found.append(f"{'generator' if role == 'generator' else 'trainer'}: {', '.join(spent)}")
     for node, row_s in constants.row_s.items():
         found.append(f"{node}: {1e6 * row_s:.3g} us a row")
     if constants.alone > 1:
         found.append(f"a process is {constants.alone:.2f} times as fast while no other computes")
+    found.append(f"{1e3 * constants.hop_s:.3g} ms from one operator to the next")
     found.append(f"a trainer passes over {constants.computed:.0%} of the tokens")
     return "\n".join(found)
 
@@ -262,11 +343,7 @@ def read_constants(text: str) -> Constants:
     try:
         plain = json.loads(path.read_text("utf-8"))
         generator, learner = (Rates(**plain.pop(role)) for role in ("generator", "learner"))
-        threaded = {
-            role: {int(threads): Rates(**rates) for threads, rates in found.items()}
-            for role, found in plain.pop("threaded", {}).items()
-        }
-        return Constants(generator=generator, learner=learner, threaded=threaded, **plain)
+        return Constants(generator=generator, learner=learner, **plain)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise GraphError(
             f"'{path}' has no constants that `dataflow calibrate` wrote; found {type(error).__name__}: {error}; "

@@ -16,12 +16,11 @@ from dataflow.foresight.counts import Counts, counts_of, decoder_of
 from dataflow.foresight.generation import GeneratorReplica, generate, prefill, sustain
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
-from dataflow.foresight.scenarios import Foreground, Operation, between, episode_of, once_s, scenario_of
+from dataflow.foresight.scenarios import Foreground, Operation, between, episode_of, scenario_of, training_s
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
 from dataflow.foresight.staleness import mean_staleness
 from dataflow.foresight.steps import check_covered
-from dataflow.foresight.training import BACKWARD
 from dataflow.foresight.workload import Workload
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.gpu_groups import Wishes
@@ -108,14 +107,25 @@ def foresee(
     credit, and nothing of cores that are shared. brief: simulate few steps, to tell placements apart. GraphError
     where `check` or `plan` refuses, for a graph without one generator and one trainer, for a model whose
     config.json is not at hand."""
-    ground = _ground(graph, devices, gpus, replicas, ranks, place, workload or Workload(), steps, constants)
-    costed = {each.node: each for each in _closed(ground)}
+    ground = ground_of(
+        graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, place=place, workload=workload, steps=steps,
+        constants=constants,
+    )  # fmt: skip
+    return foreseen_on(ground, steps=steps, failures=failures, simulated=simulated, brief=brief)
+
+
+def foreseen_on(
+    ground: Foreground, *, steps: int | None = None, failures: Failures | None = None, simulated: bool = True,
+    brief: bool = False,
+) -> Foreseen:  # fmt: skip
+    """As `foresee`, of a graph that is planned already. GraphError where its costs are not known."""
+    devices = ground.made.devices
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     made = Foreseen(
-        operations=tuple(costed.values()), step_s=0.0, spread_s=(0.0, 0.0), overlaps=ground.max_staleness > 0,
+        operations=tuple(_closed(ground)), step_s=0.0, spread_s=(0.0, 0.0), overlaps=ground.max_staleness > 0,
         weights_s=ground.weights_s, rollouts=rollouts, staleness=0.0, by_staleness={}, in_flight=None,
         max_staleness=ground.max_staleness, gpus=devices.gpus, gpu_hours=None, assumed=(),
-        constants=constants,
+        constants=ground.constants,
     )  # fmt: skip
     made = _by_simulation(made, ground, steps, failures, brief) if simulated else _by_closed_forms(made, ground)
     made = replace(made, assumed=_assumed(ground))  # measured steps know by now what was asked of them
@@ -124,10 +134,13 @@ def foresee(
     return replace(made, gpu_hours=steps * made.step_s * sum(each.count for each in made.operations) / 3600)
 
 
-def _ground(
-    graph: Structure, devices: Devices, gpus: Wishes | None, replicas: Mapping[str, int] | None,
-    ranks: Mapping[str, int] | None, place: Place | None, workload: Workload, steps: int | None, constants: Constants,
+def ground_of(
+    graph: Structure, devices: Devices, *, gpus: Wishes | None = None, replicas: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int] | None = None, place: Place | None = None, workload: Workload | None = None,
+    steps: int | None = None, constants: Constants = ASSUMED_CONSTANTS,
 ) -> Foreground:  # fmt: skip
+    """The graph planned on these devices, as its costs are counted. GraphError as `foresee`."""
+    workload = workload or Workload()
     trainer, generator = only(graph, Learn), only(graph, Generate)
     if trainer.uses is None or generator.uses is None:
         raise GraphError("what a step takes is told of a trainer and a generator with models; this graph has others")
@@ -291,19 +304,10 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
         pace = sum(many / found[replica][0] for replica, many in alike.items())  # shares that they make in a second
         at_once = sum(many * found[replica][1] for replica, many in alike.items())
         return replace(made, seconds=ground.replicas / pace, at_once=at_once)
-    rates, forward = ground.rates(operator), 1.0
-    learners = ground.learners(operator)
     if operator.trains:
-        forward += BACKWARD + operator.traits.gradient_checkpointing
-        tokens = ground.lengths.mean + workload.prompt_tokens / ground.group_size  # a group's prompt is shared
-    parts = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts)
-    seconds = parts.seconds(rates)
-    if operator.trains:
-        seconds += ground.waits_s(learners, seconds, rollouts * tokens)
-        seconds = (seconds + learners.channels(rollouts * tokens) * rates.channel_s) * ground.computed + once_s(
-            learners, rates
-        )
-    return replace(made, seconds=seconds)
+        return replace(made, seconds=sum(training_s(ground)))
+    parts = ground.learners(operator).passes(rollouts, tokens, forward=1.0, sequences=rollouts)
+    return replace(made, seconds=parts.seconds(ground.rates(operator)))
 
 
 def _cut(operator: Operator, placement: Placement, ground: Foreground) -> str:

@@ -84,8 +84,16 @@ class GeneratorReplica:
             memory=nbytes / (self.tensor_parallel * kind.memory_bytes_per_s),
             compute=model.forward(each, context) / (self.tensor_parallel * kind.rate(self.dtype)),
             links=all_reduces(model, kind, self.tensor_parallel, each),
-            fixed=rates.step_s + rollouts * rates.row_s + self._latency(rates),
+            fixed=rates.step_s
+            + (rates.wait_s if rollouts > 1 else 0.0)
+            + rollouts * rates.row_s
+            + self.looks(each, context) * rates.look_s
+            + self._latency(rates),
         )
+
+    def looks(self, rollouts: float, context: float) -> float:
+        """Numbers that a rank's attention looks at in a step of so many rollouts of `context` tokens."""
+        return rollouts * context * self.model.mixing / self.tensor_parallel
 
     @property
     def exchanges(self) -> int:

@@ -55,6 +55,11 @@ class Lengths:
         return float(self.tokens.std()) / self.mean
 
     @property
+    def looks_back(self) -> float:
+        """Tokens before one in its completion, in the mean over all tokens."""
+        return float((self.tokens**2).mean()) / (2 * self.mean)
+
+    @property
     def most(self) -> float:
         """Tokens of the longest."""
         return float(self.tokens[-1])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -31,6 +30,11 @@ class Rates:
     """Of each number in the hidden states of a token that a trainer passes over, besides products."""
     end_s: float = 0.0
     """Of each rollout that a generator begins and ends, besides its decode steps."""
+    look_s: float = 0.0
+    """Of each number that attention has of a token and looks back at, besides products and memory."""
+    wait_s: float = 0.0
+    """For which a process's threads wait for each other: in a decode step of several rollouts, and in each layer of a
+    training step."""
     cache_share: float = 0.85
     """Of a device's memory that weights and cache may take."""
     most_rollouts: int = 1024
@@ -39,6 +43,8 @@ class Rates:
 
 
 ASSUMED = Rates()
+PARALLEL = 0.8
+"""Of so many times the speed, what several threads are assumed to reach in what they share out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +54,8 @@ class Constants:
     generator: Rates = ASSUMED
     learner: Rates = ASSUMED
     """Of trainers, and of operators that compute log-probabilities."""
-    threaded: Mapping[str, Mapping[int, Rates]] = field(default_factory=dict)
-    """On cores, of processes that had so many threads each, by role (generator, learner), where runs differed in it."""
+    parallel: Mapping[str, float] = field(default_factory=dict)
+    """On cores, by role (generator, learner): of t times the speed, what t threads reach in what they share out."""
     row_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a row, by operator that needs no model."""
     computed: float = 1.0
@@ -67,16 +73,23 @@ class Constants:
     source: str = ASSUMED.source
 
     def of(self, role: Literal["generator", "learner"], threads: int) -> Rates:
-        """Of processes with so many threads, or with the nearest number that was seen, the smaller of two.
+        """Of processes on cores with so many threads: what these share out is faster, and what one of them does alone
+        is as fast as where the others' cores are idle; in between they wait for each other.
 
-        >>> few, many = Rates(step_s=1.0), Rates(step_s=2.0)
-        >>> Constants(threaded={"learner": {1: few, 8: many}}).of("learner", 6).step_s
-        2.0
+        >>> rates = Constants(learner=Rates(step_s=1.5, layer_s=3.0, wait_s=0.5), alone=1.5, parallel={"learner": 0.5})
+        >>> two = rates.of("learner", 2)
+        >>> two.step_s, two.layer_s, two.wait_s, two.compute == rates.learner.compute
+        (1.0, 2.0, 0.5, True)
         """
-        known = self.threaded.get(role)
-        if not known:
-            return self.generator if role == "generator" else self.learner
-        return known[min(known, key=lambda each: (abs(math.log(each / threads)), each))]
+        rates = self.generator if role == "generator" else self.learner
+        if threads <= 1:
+            return replace(rates, wait_s=0.0)
+        faster, alone = threads * self.parallel.get(role, PARALLEL), self.alone
+        return replace(
+            rates, step_s=rates.step_s / alone, layer_s=rates.layer_s / alone, row_s=rates.row_s / alone,
+            end_s=rates.end_s / alone, compute=rates.compute * faster, channel_s=rates.channel_s / faster,
+            look_s=rates.look_s / faster,
+        )  # fmt: skip
 
 
 ASSUMED_CONSTANTS = Constants()

@@ -118,10 +118,15 @@ class Foreground:
         given = self.workload.computed
         return self.constants.computed if given is None else given
 
+    @property
+    def trained_tokens(self) -> float:
+        """Of a rollout, with its share of its group's prompt."""
+        return self.lengths.mean + self.workload.prompt_tokens / self.group_size
+
     def rates(self, operator: Operator) -> Rates:
-        """Of one that computes with a model, with the threads that its processes have."""
+        """Of one that computes with a model; on cores, with the threads that its processes have."""
         role: Literal["generator", "learner"] = "generator" if operator is self.generator else "learner"
-        return self.constants.of(role, self.made.placements[operator.name].threads)
+        return self.constants.of(role, self.made.placements[operator.name].threads if self.on_cpu else 1)
 
     @property
     def dtype(self) -> str:
@@ -254,30 +259,40 @@ def _generator_costs(ground: Foreground, replica: GeneratorReplica, *, shared: b
 
 
 def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
-    trainer, rates = ground.trainer, ground.rates(ground.trainer)
-    learners = ground.learners(trainer)
-    rollouts = float(trainer.step_prompts * ground.group_size)
-    tokens = ground.lengths.mean + ground.workload.prompt_tokens / ground.group_size  # a group's prompt is shared
-    forward = 1.0 + BACKWARD + trainer.traits.gradient_checkpointing
-    passes = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
-    passes += ground.waits_s(learners, passes, rollouts * tokens)
-    passes += learners.channels(rollouts * tokens) * rates.channel_s
+    trainer = ground.trainer
+    learners, (passes_s, step_s) = ground.learners(trainer), training_s(ground)
+    tokens = trainer.step_prompts * ground.group_size * ground.trained_tokens
     return TrainerCosts(
-        step_s=once_s(learners, rates), token_s=ground.computed * passes / (rollouts * tokens),
-        weights_s=ground.weights_s,
+        step_s=step_s, token_s=passes_s / tokens, weights_s=ground.weights_s,
         shared=learners.ranks * ground.made.placements[trainer.name].threads if shared else 0,
     )  # fmt: skip
 
 
-def once_s(learners: Learners, rates: Rates) -> float:
-    """What a training step does once. On cores its ranks' exchanges are part of it, in passes and in the update, which
-    goes over as many tensors; accelerators compute meanwhile."""
+def training_s(ground: Foreground) -> tuple[float, float]:
+    """Of a training step: seconds of its passes, which its tokens take, and of what it does besides."""
+    trainer, rates = ground.trainer, ground.rates(ground.trainer)
+    learners, each = ground.learners(trainer), ground.trained_tokens
+    rollouts = float(trainer.step_prompts * ground.group_size)
+    forward = 1.0 + BACKWARD + trainer.traits.gradient_checkpointing
+    passes_s = learners.passes(rollouts, each, forward=forward, sequences=rollouts).seconds(rates)
+    passes_s += ground.waits_s(learners, passes_s, rollouts * each)
+    passes_s += learners.channels(rollouts * each) * rates.channel_s
+    back = ground.workload.prompt_tokens + ground.lengths.looks_back
+    passes_s += learners.looks(rollouts * each, back) * rates.look_s
+    micro_batches = learners.micro_batches(ground.computed * rollouts * each, trainer.traits.micro_batch_tokens)
+    return ground.computed * passes_s, once_s(learners, rates, micro_batches)
+
+
+def once_s(learners: Learners, rates: Rates, micro_batches: int) -> float:
+    """What a training step does once, and what each of its micro-batches does whatever it computes. On cores its ranks'
+    exchanges are part of it, in passes and in the update, which goes over as many tensors; accelerators compute
+    meanwhile."""
     exchanges = exchanges_of(learners) if learners.kind.name == "cpu" else 0
     return (
         learners.update().seconds(rates)
         + rates.step_s
-        + learners.model.layers * rates.layer_s
-        + 2 * exchanges * rates.exchange_s
+        + micro_batches * learners.model.layers * (rates.layer_s + rates.wait_s)
+        + (1 + micro_batches) * exchanges * rates.exchange_s
     )
 
 

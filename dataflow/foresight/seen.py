@@ -70,6 +70,8 @@ class SeenRun:
     max_staleness: int
     group_size: int
     prompts_per_step: int
+    micro_batch_tokens: int = 0
+    """Most of one pass of the trainer; 0: not known."""
     prompt_tokens: float
     lengths: Lengths
     stretches: Mapping[str, Sequence[ActivitySpan]]
@@ -88,6 +90,14 @@ class SeenRun:
         """Of a step, in the mean, once the pipeline is full."""
         ends = [float(line["seconds"]) for line in self.steps]
         return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+    @property
+    def drift(self) -> float:
+        """Seconds of a step in the slowest third of the run over those in the fastest: as the run does the same all the
+        time, it is the machine that was not the same."""
+        ends = np.array([float(line["seconds"]) for line in self.steps])
+        thirds = [part.mean() for part in np.array_split(np.diff(ends), 3)]
+        return float(max(thirds) / min(thirds))
 
     @property
     def staleness(self) -> float:
@@ -150,9 +160,15 @@ def look(path: Path) -> SeenRun:
         turns=dict.fromkeys(world_s, turns), world_s=world_s,
         path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
         max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
-        prompts_per_step=int(counted[0]["groups"]), prompt_tokens=prompt, lengths=lengths, stretches=found,
-        steps=counted, in_turn=config.get("turns", ()),
+        prompts_per_step=int(counted[0]["groups"]), micro_batch_tokens=_micro_batch_tokens(graph, trainer),
+        prompt_tokens=prompt, lengths=lengths, stretches=found, steps=counted, in_turn=config.get("turns", ()),
     )  # fmt: skip
+
+
+def _micro_batch_tokens(graph: Mapping[str, Any], trainer: str) -> int:
+    knobs: Mapping[str, Any] = next((node.get("knobs", {}) for node in graph["nodes"] if node["name"] == trainer), {})
+    told = str(knobs.get("micro_batch_tokens", ""))
+    return int(told) if told.isdecimal() else 0
 
 
 def _texts(folder: RunFolder, steps: Sequence[int]) -> tuple[float, Lengths, float]:

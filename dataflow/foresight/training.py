@@ -52,6 +52,14 @@ class Learners:
         sums = all_reduces(self.model, self.kind, self.tensor_parallel, own)
         return Parts(compute=compute, links=sums + self._to_experts(total)) * (forward * idle)
 
+    def micro_batches(self, tokens: float, most: int) -> int:
+        """In which a rank passes over its share of so many tokens; most: of one, 0 where nobody says."""
+        return max(1, math.ceil(tokens / self.replicas / most)) if most else 1
+
+    def looks(self, tokens: float, back: float) -> float:
+        """Numbers that a rank's attention looks at, in all layers; back: tokens that each of so many looks back at."""
+        return tokens * back * self.model.mixing / self.ranks
+
     def channels(self, tokens: float) -> float:
         """Numbers in the hidden states of a rank's share of so many tokens, in all layers: what norms, activations and
         residuals read and write is in proportion to them."""

@@ -7,14 +7,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dataflow.errors import GraphError
 from dataflow.foresight.choice.candidates import Candidate, candidates
-from dataflow.foresight.foresee import Foreseen, foresee
+from dataflow.foresight.counts import counts_of
+from dataflow.foresight.foresee import Foreseen, foresee, foreseen_on, ground_of, only, size_of
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
+from dataflow.foresight.scenarios import Foreground
 from dataflow.foresight.workload import Workload
 from dataflow.graph import Graph
+from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.hosts import Devices
+from dataflow.planning.memory_need import need_of
 
 BEST = 10
 """Ways that are told of."""
@@ -117,31 +122,37 @@ def choose(
     how = {"workload": workload, "steps": steps, "constants": constants}
 
     def simulated(at: int, *, brief: bool) -> Way:
-        _, _, candidate, placed = found[at]
-        made = foreseen_of(placed, candidate, devices, brief=brief, **how)
+        _, _, candidate, ground = found[at]
+        made = foreseen_on(ground, steps=steps, brief=brief)
         return Way(candidate=candidate, asked=candidate.asked(graph, devices), foreseen=made)
 
     def least_of(ways: Iterable[Way]) -> float:
         return min((objective.of(way.foreseen)[0] for way in ways), default=float("inf"))
 
-    found: list[tuple[tuple[float, float], int, Candidate, Graph]] = []
+    found: list[tuple[tuple[float, float], int, Candidate, Foreground]] = []
     refused: Counter[str] = Counter()
-    why: GraphError | None = None
+    to_blame: Candidate | None = None
     swapped: dict[str, Graph | GraphError] = {}
+    lacks_memory = LacksMemory()
     tried = candidates(
         graph, devices, knobs=knobs, idle=objective.cost, workload=workload, rates=constants.learner
     )  # fmt: skip
     for number, candidate in enumerate(tried):
         try:
             placed = _placed(graph, candidate, swapped)
-            made = foreseen_of(placed, candidate, devices, simulated=False, **how)
+            if lacks_memory(placed, candidate, devices):
+                raise GraphError(_REASONS[0][0])
+            ground = _ground(placed, candidate, devices, **how)
+            made = foreseen_on(ground, steps=steps, simulated=False)
         except GraphError as error:
-            why = error if why is None or not candidate.knobs else why
+            to_blame = candidate if to_blame is None or not candidate.knobs else to_blame
             refused[reason(str(error))] += 1
             continue
-        found.append((objective.of(made), number, candidate, placed))
+        found.append((objective.of(made), number, candidate, ground))
     if not found:
-        raise why or GraphError(
+        if to_blame is not None:
+            foreseen_of(_placed(graph, to_blame, swapped), to_blame, devices, simulated=False, **how)
+        raise GraphError(
             f"devices are too few for a trainer and a generator with devices of their own; found {devices.gpus}; name "
             f"more, as in 16xH100"
         )
@@ -172,6 +183,41 @@ def ranked(ways: Sequence[Way], objective: Objective, alike: float) -> list[Way]
     least = objective.of(found[0].foreseen)[0]
     many = sum(objective.of(way.foreseen)[0] <= (1 + alike) * least for way in found)
     return sorted(found[:many], key=lambda way: way.processes) + found[many:]
+
+
+def _ground(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> Foreground:
+    """As `foreseen_of`, before anything is counted."""
+    return ground_of(
+        graph, candidate.on(devices), gpus=candidate.gpus or None, replicas=candidate.replicas, ranks=candidate.ranks,
+        place=candidate.place or None, **how,
+    )  # fmt: skip
+
+
+class LacksMemory:
+    """Tells ways of which no device could hold a rank: most ways of a large model are such, and to plan each of them to
+    be refused takes a while."""
+
+    def __init__(self) -> None:
+        self._needs: dict[tuple[str, str, int], int] = {}
+
+    def __call__(self, graph: Graph, candidate: Candidate, devices: Devices) -> bool:
+        """Whether generator or trainer lacks it. graph: with the candidate's knobs."""
+        rooms = [host.gpu_memory_bytes for host in candidate.on(devices).hosts if host.gpus]
+        if not rooms or not all(rooms):
+            return False
+        generator = only(graph, Generate)
+        trainer = only(graph, Learn)
+        return any(
+            self._need(graph, each, candidate.declared, ranks) > max(rooms)
+            for each, ranks in ((generator, generator.traits.tensor_parallel), (trainer, candidate.gpus[trainer.name]))
+        )
+
+    def _need(self, graph: Graph, operator: Operator, declared: str, ranks: int) -> int:
+        key = (operator.name, declared, ranks)
+        if key not in self._needs and operator.uses is not None:
+            need = need_of(graph, operator, size_of(counts_of(operator.uses.source)), ranks)
+            self._needs[key] = need.total if need is not None else 0
+        return self._needs.get(key, 0)
 
 
 def foreseen_of(graph: Graph, candidate: Candidate, devices: Devices, **how: object) -> Foreseen:

@@ -4,6 +4,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dataflow import Devices, Graph, GraphError, LoRA, Model, main
 from dataflow.foresight.choice.candidates import Candidate, candidates, generators, splits
 from dataflow.foresight.choice.gains import Gain, changes, gains, staler, told
 from dataflow.foresight.choice.learners import deals_out
-from dataflow.foresight.choice.search import ALIKE, Objective, choose, cost_of, ranked, reason
+from dataflow.foresight.choice.search import ALIKE, LacksMemory, Objective, choose, cost_of, ranked, reason
 from dataflow.foresight.choice.told import ways
 from dataflow.foresight.foresee import BRIEF_STEPS, SIMULATED_STEPS, foresee
 from dataflow.foresight.simulation.clock import Clock, Processors
@@ -146,6 +147,41 @@ def test_ways_that_are_refused_are_counted_by_reason(model: Model, tmp_path: Pat
     row = "'trainer' needs 8 GPUs of {} in a row on one host, but 'a' has 4 of 8 GPUs of 74.5 GiB free"
     assert reason(row.format("100.2 GiB")) == "do not fit into memory" != reason(row.format("900.0 MiB"))
     assert reason("'a' is given 3 GPUs; x") == reason("'b' is given 4 GPUs; y")
+
+
+def test_ways_of_which_no_device_could_hold_a_rank_are_passed_over_and_what_is_chosen_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over random models of which some ways fit, and devices."""
+    random, passed_over = Random(0), 0
+    for number in range(6):
+        heads = random.choice([16, 32])
+        config = {**TINY, "hidden_size": 128 * heads, "intermediate_size": 512 * heads, "num_attention_heads": heads,
+                  "num_hidden_layers": random.choice([24, 48, 96])}  # fmt: skip
+        made = graph(made_model(tmp_path / f"model-{number}", config), max_staleness=random.choice([0, 2]))
+        room = read_devices(random.choice(["8xH100", "16xL40S", "4xH100+4xL40S", "16xA100"]))
+        objective = Objective(cost=random.random() < 0.5)
+        calls = list[bool]()
+
+        def counted(
+            self: LacksMemory, *way: Any, asks: Any = LacksMemory.__call__, calls: list[bool] = calls
+        ) -> bool:  # fmt: skip
+            calls.append(asks(self, *way))
+            return calls[-1]
+
+        found = list[Any]()
+        for asked in (counted, lambda self, *way: False):
+            monkeypatch.setattr(LacksMemory, "__call__", asked)
+            try:
+                choice = choose(made, room, workload=SHORT, steps=4, objective=objective)
+            except GraphError as error:
+                found.append(str(error))
+            else:
+                told = [(way.asked, way.foreseen.step_s) for way in choice.ways]
+                found.append((told, choice.tried, choice.simulated, choice.refused))
+        assert found[0] == found[1]
+        passed_over += sum(calls)
+    assert passed_over > 20
 
 
 def test_what_would_help_most_is_simulated_around_a_way(model: Model) -> None:
