@@ -1,6 +1,7 @@
 """The graph of the tree's imports: lazy ones, type-only ones and relative ones counted as any other."""
 
 import ast
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -20,9 +21,24 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A file's syntax tree; once for all tests."""
+    return ast.parse(path.read_text())
+
+
+def statements(body: Iterable[ast.AST]) -> Iterator[ast.stmt]:
+    """Statements, and all that stand within them."""
+    for node in body:
+        if isinstance(node, ast.stmt):
+            yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from statements(getattr(node, part, ()))
+
+
 def imported(name: str, path: Path) -> Iterator[str]:
     """Every dotted name that a module's imports could stand for: of `from a import b`, `a.b`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(parsed(path).body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from import_graph import circles, crowded, merged, modules
+from import_graph import circles, crowded, merged, modules, parsed, statements
 from import_graph import imports as import_graph
 from packaging.requirements import Requirement
 
@@ -62,11 +62,6 @@ def files(*rooms: str) -> list[Path]:
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
 def imports(path: Path) -> frozenset[str]:
     """The modules that a file imports anywhere."""
     return frozenset(
@@ -75,15 +70,6 @@ def imports(path: Path) -> frozenset[str]:
         if not (isinstance(node, ast.ImportFrom) and node.level)
         for module in imports_of(node)
     )
-
-
-def statements(body: Iterable[ast.AST]) -> Iterator[ast.stmt]:
-    """Statements, and all that stand within them."""
-    for node in body:
-        if isinstance(node, ast.stmt):
-            yield node
-        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
-            yield from statements(getattr(node, part, ()))
 
 
 def name(path: Path) -> str:

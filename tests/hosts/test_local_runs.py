@@ -146,10 +146,11 @@ def test_a_run_over_local_agents_ends_as_on_one_host_and_leaves_nothing(start: S
         ("generator", ("--generator-s", "0.03", "--trainer-s", "0.06", "--place", PLACE)),
         pytest.param(
             "trainer", ("--generator-s", "0.02", "--trainer-s", "0.4", "--replicas", "generator=2",
-                        "--place", "generator=h1+h2,trainer=h2"), marks=pytest.mark.slow,
+                        "--place", "generator=h1+h2,trainer=h2"),
         ),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_doctor_and_page_name_the_node_that_bounds_a_run_over_hosts(
     start: Start, bound: str, paces: tuple[str, ...]
@@ -175,6 +176,7 @@ def talks(start: Start, policy: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return lambda *flags: start(*place, *flags, command=(str(PROGRAM.with_name("local_episodes.py")),))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_episodes_take_turns_with_a_generator_on_another_host(talks: Callable[..., Under]) -> None:
     run = talks("--on", "local:3")

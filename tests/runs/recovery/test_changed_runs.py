@@ -122,9 +122,8 @@ def is_repeated(folder: RunFolder) -> None:
     assert done.returncode == 0 and "losses are the recorded ones, bit for bit" in done.stdout, done.stdout[-2000:]
 
 
-@pytest.mark.parametrize(
-    ("count", "kills"), [(4, 1), pytest.param(50, 12, marks=pytest.mark.slow)], ids=["few", "fifty"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "kills"), [(4, 1), (50, 12)], ids=["few", "fifty"])
 def test_knobs_that_are_set_at_random_moments_are_on_record_by_step_and_a_replay_goes_by_them(
     storm: Callable[[], Storm], count: int, kills: int
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_stopped_run_whose_scheduler_is_killed_goes_on_without_it(program: Sta
     wait_until(lambda: not alive(family), 10.0, "the end of all processes")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_which_all_is_killed_leaves_no_process(program: Start) -> None:
     running = program("endless")
     under_way(running)
