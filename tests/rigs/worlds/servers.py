@@ -84,8 +84,8 @@ def openenv(
     """An OpenEnv server: each connection one environment, worth 1 for each turn that begins with one of LETTERS.
 
     port: 0: any that is free. log: as of `Served`. ping_s: it pings so often, and closes who does not answer in ten
-    seconds. "die" ends a connection, "think" is answered when nobody was for half a second, no ping either, "shout" with
-    10 MB, "mute" not at all, "broken" with an error of the environment; a number is no action."""
+    seconds. "die" ends a connection, "think" is answered when nobody was for half a second, no ping either, "shout"
+    with 10 MB, "mute" not at all, "broken" with an error of the environment; a number is no action."""
     from websockets.asyncio.server import serve
     from websockets.exceptions import ConnectionClosed
 
