@@ -80,7 +80,9 @@ class Pool:
         self._orders: deque[float] = deque()
         self._next_job = self._next_chunk = self._deaths = self._blameless = 0
         self._memory_looked_s = 0.0
-        self._window = 2 * settings.concurrency
+        self._window = (
+            1 if settings.asks else 2
+        ) * settings.concurrency  # else one may wait behind such as wait for it
         window = self._window if settings.processes > 1 else 1 << 30
         self._processes = [
             PoolProcess(number, self._progress, settings.concurrency, window) for number in range(settings.processes)
@@ -285,7 +287,10 @@ class Pool:
             self._end(process, Lost)
 
     def _pace(self, process: PoolProcess, took_s: float) -> None:
-        """Several processes share the calls in pieces that grow while they come back quickly."""
+        """Several processes share the calls in pieces that grow while they come back quickly; where calls ask, each has
+        as many as it makes at once."""
+        if self._settings.asks:
+            return
         if self._settings.processes > 1 and took_s < _QUICK_S:
             process.window = min(process.window * 2, max(_LARGEST_WINDOW, self._window))
         elif self._settings.processes > 1 and took_s > _SLOW_S:

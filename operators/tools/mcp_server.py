@@ -99,11 +99,6 @@ class McpSession:
         self._over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether it has ended, by nothing that was asked of it."""
-        return self._task is None or self._task.done()
-
     async def begin(self) -> None:
         """Connect. Raises WorldFailed."""
         self._task = asyncio.create_task(self._held())

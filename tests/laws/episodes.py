@@ -145,6 +145,13 @@ EPISODES = (
         "that its clock stands still",
     ),
     Law(
+        "no call waits in a process behind others that may wait for it",
+        "test_no_call_waits_in_a_process_behind_others_that_may_wait_for_it",
+        "dataflow.scoring.pool:Pool._pace",
+        never("asks"),
+        "that calls which ask are shared out evenly",
+    ),
+    Law(
         "calls under way give back what they hold when their pool closes",
         "test_calls_under_way_give_back_what_they_hold_when_their_pool_closes",
         "dataflow.scoring.pool:Pool.close",

@@ -114,23 +114,6 @@ def test_a_server_that_hangs_or_dies_is_the_worlds_failure(server: McpServer, na
     in_session(server, work)
 
 
-def test_a_session_whose_server_was_ended_from_outside_is_lost() -> None:
-    """So that one which was begun ahead is lent to no rollout."""
-
-    async def work(session: McpSession) -> None:
-        assert await called(session, "add", a=2, b=3) == "5" and not session.is_lost
-        (keeper,) = [
-            each for each in psutil.Process().children() if any("keeper.py" in word for word in each.cmdline())
-        ]
-        keeper.kill()
-        deadline = time.monotonic() + DEADLINE_S
-        while not session.is_lost:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
-
-    in_session(McpServer(command=COMMAND, environment=FOUND), work)
-
-
 def test_a_server_that_cannot_be_started_is_the_worlds_failure() -> None:
     for server in (McpServer(command=("/no/such/program",), start_s=20.0), McpServer(url="http://127.0.0.1:9/mcp")):
         with pytest.raises(WorldFailed, match="began no session"):

@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 from episode_rig import LIMITS, episode_graph, nothing_is_left, rollouts
+from random_strikes import Place, RandomStriking, Strike, schedule
 from rigs.machine import wait_until
-from rigs.random_strikes import Place, RandomStriking, Strike, schedule
-from rigs.turn_book import TurnBook
 from rigs.worlds import gym_shaped
 from rigs.worlds.served_alone import ServedAlone
 from test_environment_runs import graph as world_graph
 from test_tool_runs import boxed, needs_sandbox
 from test_tool_runs import graph as tool_graph
+from turn_book import TurnBook
 
 from dataflow import Graph, Result, run
 from dataflow.history.verify.verdict import verify

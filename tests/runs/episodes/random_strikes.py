@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from rigs.machine import alive, wait_until
+from rigs.operators import Around, wrapped
+from rigs.ranks import processes_of
 
 from dataflow.folder.faults import read_faults
 from dataflow.node import Operator
 from dataflow.runtime import Batch, Runtime
-from rigs.machine import alive, wait_until
-from rigs.operators import Around, wrapped
-from rigs.ranks import processes_of
 
 WAIT_S = 120.0
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import xxhash
+from rigs.operators import Around, wrapped
 
 from dataflow.node import Operator
 from dataflow.records import GROUP_ID, LOGPROBS, OF_GROUP, OF_SOURCE, SEED, TOKENS, VERSIONS
 from dataflow.runtime import Batch, Runtime
-from rigs.operators import Around, wrapped
 
 Drawn = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]
 """Ids, log-probabilities (float32) and versions of a turn."""
