@@ -88,9 +88,6 @@ class _Table:
     """Columns of what one thread does alone, of several."""
     shared: slice
     """Columns of what they share out. The last column is that of their waits for each other."""
-    memory: int
-    compute: int
-    """Columns of what data sheets tell, of which shares are assumed where nothing else is known."""
     x: list[Sequence[float]] = field(default_factory=list)
     y: list[float] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
@@ -109,9 +106,7 @@ class _Table:
         x, threads = np.array(self.x), np.array(self.threads)
         x[:, self.serial] /= np.where(threads > 1, alone, 1.0)[:, None]
         x[:, self.shared] /= np.where(threads > 1, threads * parallel, 1.0)[:, None]
-        assumed = np.zeros(x.shape[1])
-        assumed[self.memory], assumed[self.compute] = 1 / ASSUMED.memory, 1 / ASSUMED.compute
-        found, left = _fit(x, np.array(self.y) * (1 + (alone - 1) * np.array(self.idle)), assumed)
+        found, left = _fit(x, np.array(self.y) * (1 + (alone - 1) * np.array(self.idle)))
         missed = left / _NOISE**2 + ((parallel - PARALLEL) / _PARALLEL_ABOUT) ** 2
         return _Fit(found=found, parallel=parallel, has_threads=bool((threads > 1).any()), missed=missed)
 
@@ -155,7 +150,7 @@ def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> _Table:
     """Of each stretch its decode steps that began nothing, by about how many rollouts they carried on, and the rest.
 
     Columns: steps, rollouts in them, those that end; exchanges, memory; products, numbers that are looked at."""
-    table = _Table(serial=slice(0, 3), shared=slice(5, 7), memory=4, compute=5)
+    table = _Table(serial=slice(0, 3), shared=slice(5, 7))
     for run in runs:
         beside = _beside(run, run.generator, run.trainer)
         ranks = int(run.placed[run.generator]["ranks"])
@@ -212,7 +207,7 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> _Table:
     """As `_generators`: of each step its passes, and what is done once.
 
     Columns: steps, layers; exchanges, memory; hidden states, products, numbers that are looked at."""
-    table = _Table(serial=slice(0, 2), shared=slice(4, 7), memory=3, compute=5)
+    table = _Table(serial=slice(0, 2), shared=slice(4, 7))
     for run in runs:
         beside = _beside(run, run.trainer, run.generator)
         ranks = int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"])
@@ -269,15 +264,14 @@ def _unseen_exchange_s(kind: DeviceKind) -> float:
 _NOTHING = Rates(step_s=0.0)
 
 
-def _fit(x: NDArray[np.float64], y: NDArray[np.float64], assumed: NDArray[np.float64]) -> tuple[Sequence[float], float]:
+def _fit(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[Sequence[float], float]:
     """Ridge regression (Hoerl and Kennard, 1970) of seconds relative to their size, no coefficient below 0: what
-    columns cannot be told apart by is shared out between them, around what is assumed; and of all squares the share
-    that is left."""
+    columns cannot be told apart by is shared out between them; and of all squares the share that is left."""
     weights = 1 / np.sqrt(np.maximum(0.01 * np.mean(y), y))
     rows, there = x * weights[:, None], y * weights
     scale = np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300)
     drawn = np.vstack([rows / scale, _RIDGE * np.eye(len(scale))])
-    found, left = non_negative(drawn, np.concatenate([there, _RIDGE * scale * assumed]))
+    found, left = non_negative(drawn, np.concatenate([there, np.zeros(len(scale))]))
     return [float(each) for each in found / scale], left / max(1e-300, float(there @ there))
 
 
