@@ -67,15 +67,18 @@ class Clock:
                 heapq.heappop(heap)
         if not self._own and not self._shared:
             return False
-        speed = self._processors.speed(self._busy)
-        at = self.now + (self._shared[0][0] - self._work) / speed if self._shared else float("inf")
-        if self._own and self._own[0][0] <= at:
-            at, _, event = heapq.heappop(self._own)
-            self._work += (at - self.now) * speed
+        if not self._shared:
+            self.now, _, event = heapq.heappop(self._own)
         else:
-            self._work, _, event = heapq.heappop(self._shared)
-            self._busy -= event.shared
-        self.now = at
+            speed = self._processors.speed(self._busy)
+            at = self.now + (self._shared[0][0] - self._work) / speed
+            if self._own and self._own[0][0] <= at:
+                at, _, event = heapq.heappop(self._own)
+                self._work += (at - self.now) * speed
+            else:
+                self._work, _, event = heapq.heappop(self._shared)
+                self._busy -= event.shared
+            self.now = at
         act, event.act = event.act, None
         assert act is not None, "cancelled events are passed over"
         act()

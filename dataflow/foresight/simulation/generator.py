@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dataflow.foresight.simulation.clock import Clock, Event
 from dataflow.foresight.simulation.groups import SimulatedGroup
@@ -19,8 +19,7 @@ from dataflow.staleness import Bound
 SOURCE = "prompts"
 
 
-@dataclass(frozen=True, slots=True)
-class _Turns:
+class _Turns(NamedTuple):
     """What a rollout has yet to say."""
 
     strides: tuple[int, ...]
@@ -31,6 +30,8 @@ class _Turns:
     @staticmethod
     def of(strides: int, turns: int, context: float) -> _Turns:
         """So many strides in turns of like length, of one at least."""
+        if turns == 1:
+            return _Turns((max(strides, 1),), context)
         share, more = divmod(max(strides, turns), turns)
         return _Turns(tuple(share + (at < more) for at in range(turns)), context)
 
@@ -181,11 +182,11 @@ class SimulatedReplica:
 
     def _begin(self, group: SimulatedGroup, turns: _Turns) -> None:
         """A turn of a rollout has a slot from now on."""
-        first, *rest = turns.strides
+        first = turns.strides[0]
         self._begun += 1
         stride = self._scenario.stride
         base = turns.context - self._at * stride
-        left = _Turns(tuple(rest), turns.context + first * stride)
+        left = _Turns(turns.strides[1:], turns.context + first * stride)
         heapq.heappush(self._ends, (self._at + first, self._begun, group, base, left))
         self._looks_back += base
 

