@@ -69,8 +69,9 @@ def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(ad
             until(lambda version=version: group.versions == {version}, group)
             places.append(group.tensors[0]["a"].data_ptr())
         assert places[0] == places[2] == places[4] != places[1] == places[3]
-        until(lambda: 0 < trainer.writers[0].sent["generator-0"].held_s < DEADLINE_S)
+        until(lambda: trainer.writers[0].sent["generator-0"].committed_s > 0)  # every rank has said that it has it
         sent = trainer.writers[0].sent["generator-0"]
+        assert 0 < sent.held_s < DEADLINE_S
         assert 0 < sent.seconds <= sent.committed_s < DEADLINE_S and 0 < sent.taken_s <= sent.committed_s
         assert sent.whole_bytes == sum(map(sum, sent.pair_bytes)) > 0, "without deltas nothing is spared"
 
