@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.addresses import Weather, failing
 from rigs.ending import at_end
 from rigs.machine import wait_until
+from storage_addresses import Weather, failing
 
 from dataflow.errors import RunError
 from dataflow.folder.checkpoints import MARKER, TEMPORARY, Checkpoints

@@ -201,14 +201,6 @@ def test_programs_end_when_their_owner_does() -> None:
     wait_until(lambda: not sleeping(20105), WAIT_S)
 
 
-def test_a_stopped_process_that_starts_programs_is_let_go_on(line: HostLine) -> None:
-    os.kill(line.pid, signal.SIGSTOP)
-    wait_until(lambda: psutil.Process(line.pid).status() == psutil.STATUS_STOPPED, WAIT_S)
-    start(line, 0, "echo", "said")
-    line.let_go_on()
-    assert ended(line, 1)[0].last == "said"
-
-
 def test_programs_end_with_their_owner_though_what_starts_them_was_stopped() -> None:
     owner = (
         "import os, signal, sys, time; from operators.agents.host_line import HostLine;"

@@ -77,6 +77,7 @@ def test_a_program_is_late_by_the_clock_of_its_worker(policy: Path) -> None:
     runtime: Any = g.operators["sleeper"].build(Context(node="sleeper", clock=clock))
     try:
         programs: Programs = runtime._programs
+        wait_until(lambda: programs.poll() == [] and programs._host.is_ready, what="the process that starts programs")
         programs.submit(1, lambda start, stop: ROW)
         time.sleep(0.01)
         assert programs.poll() == [] and programs._sessions[0].failure is None, "no time has passed for the worker"

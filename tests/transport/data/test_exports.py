@@ -8,6 +8,7 @@ import transport.data
 
 def test_the_exported_names_of_the_data_plane_are_these() -> None:
     assert transport.data.__all__ == [
+        "AnswerSender",
         "Delivery",
         "EdgeCounts",
         "EndCounts",
