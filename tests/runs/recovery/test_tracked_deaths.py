@@ -19,9 +19,10 @@ from dataflow.folder.run_folder import RunFolder
 
 __all__ = ["program"]
 
-pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(600)]
 
-STEPS, LONG = 16, 60
+STEPS = 250
+"""Of a tenth of a second: so many that a scheduler dies in their midst, on any machine."""
 TRACKERS = Path(__file__).parents[2] / "dataflow" / "trackers" / "bad_trackers.py"
 OWN: Mapping[str, Any] = {"steps": STEPS, "track": [f"{TRACKERS}:Steps"]}
 Start = Callable[..., Program]
@@ -80,7 +81,7 @@ def test_a_standby_goes_on_with_the_tracker_of_a_scheduler_that_was_killed(progr
     first.kill()
     wait_until(lambda: faults(first) == ["scheduler"], 60.0, "the standby")
     told_by_the_next(first)
-    wait_until(lambda: first.outcome() == "finished", 90.0, "the end of the run")
+    wait_until(lambda: first.outcome() == "finished", 300.0, "the end of the run")
     nobody_is_left(first, family)
     is_done(first, STEPS)
     is_told_once(first, "died", "finished")
@@ -94,14 +95,13 @@ def test_a_resume_goes_on_with_the_tracker_of_a_scheduler_that_was_killed(progra
     first.kill()
     second = program("endless", resume=True, **OWN)
     told_by_the_next(second)
-    second.process.wait(120)
+    second.process.wait(300)
     assert f"ended after {STEPS} steps: clean" in second.output()
     nobody_is_left(second, family)
     is_done(second, STEPS)
     is_told_once(second, "died", "finished")
 
 
-@pytest.mark.slow
 def test_a_tracker_is_told_by_the_standby_of_a_scheduler_that_was_stopped(program: Start) -> None:
     """That one lives on, and so does what keeps its trackers: until this finds that the run has another."""
     first = program("endless", standby=True, limits={"silent_s": 6.0}, **OWN)
@@ -111,7 +111,7 @@ def test_a_tracker_is_told_by_the_standby_of_a_scheduler_that_was_stopped(progra
     os.kill(first.process.pid, signal.SIGSTOP)
     wait_until(lambda: faults(first) == ["scheduler"], 60.0, "the standby")
     told_by_the_next(first)
-    wait_until(lambda: first.outcome() == "finished", 120.0, "the end of the run")
+    wait_until(lambda: first.outcome() == "finished", 300.0, "the end of the run")
     wait_until(lambda: not alive(family - {first.process.pid}), 20.0, "the end of all but the one that is stopped")
     is_told_once(first, "died", "finished")
     os.kill(first.process.pid, signal.SIGCONT)
@@ -121,7 +121,6 @@ def test_a_tracker_is_told_by_the_standby_of_a_scheduler_that_was_stopped(progra
     is_told_once(first, "died", "finished")
 
 
-@pytest.mark.slow
 def test_no_standby_takes_a_run_over_that_waits_for_a_tracker_at_its_end(program: Start) -> None:
     """All is done by then but that; what a tracker does is no matter of the run, its exit status neither."""
     first = program(
@@ -133,7 +132,6 @@ def test_no_standby_takes_a_run_over_that_waits_for_a_tracker_at_its_end(program
     is_done(first, 6)
 
 
-@pytest.mark.slow
 def test_a_tracker_whose_processes_all_die_with_the_run_is_told_no_step_less(program: Start) -> None:
     """As where a container is killed; what was told and not kept is told again, nothing else is."""
     first = program("endless", **OWN)
@@ -145,14 +143,13 @@ def test_a_tracker_whose_processes_all_die_with_the_run_is_told_no_step_less(pro
             os.kill(pid, signal.SIGKILL)
     first.process.wait(10)
     second = program("endless", resume=True, **OWN)
-    second.process.wait(120)
+    second.process.wait(300)
     nobody_is_left(second, family)
     steps = [line for line in told(second) if line.startswith("step ")]
     assert sorted({int(line.split()[1]) for line in steps}) == list(range(1, STEPS + 1))
     assert steps[-1] == f"step {STEPS}" and told(second)[-1] == "finish finished"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("library", [
     pytest.param(each, marks=pytest.mark.skipif(
         importlib.util.find_spec(each) is None, reason=f"{each} is not installed: pip install 'dataflow-rl[{each}]'"
@@ -165,7 +162,7 @@ def test_a_library_goes_on_with_the_same_run(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    knobs = {"steps": LONG, "track": [library]}  # it takes seconds to be imported
+    knobs = {"steps": STEPS, "track": [library]}
     first = program("endless", standby=how == "standby", **knobs)
     under_way(first)
     kept = place(first) / "trackers" / f"{library}.json"
@@ -174,10 +171,10 @@ def test_a_library_goes_on_with_the_same_run(
     family = first.family()
     first.kill()
     last = first if how == "standby" else program("endless", resume=True, **knobs)
-    wait_until(lambda: last.outcome() == "finished", 120.0, "the end of the run")
+    wait_until(lambda: last.outcome() == "finished", 300.0, "the end of the run")
     ended(last, family, 60.0)
-    is_done(last, LONG)
-    assert TOLD[library](place(last)) == list(range(1, LONG + 1))
+    is_done(last, STEPS)
+    assert TOLD[library](place(last)) == list(range(1, STEPS + 1))
 
 
 def steps_of_wandb(run: Path) -> list[int]:
