@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from bench.live.intervals import Window, differences, percent_less
+from bench.live.intervals import Window, compared, counting, left_out
 from bench.live.windows import ENDLESS, carried, cpu_of, steps_of
 from bench.report import Report
 from dataflow.run import run
@@ -50,8 +50,6 @@ CASES = {"with": ON, "without": OFF}
 SETTLE_S = 0.3
 """After each change, which belongs to no window."""
 COUNT_S = 4.0
-MOST_FOREIGN = 3.0
-"""Percent of all processors that others may take in a window."""
 TURNS, REPEATS = 50_000, 9
 
 
@@ -216,34 +214,23 @@ def _nanoseconds(call: Callable[[], None]) -> float:
 def tell(windows: Sequence[Window], nanoseconds: dict[str, float]) -> None:
     """Both tables."""
     report = Report("state clock")
-    lost = [each for each in windows if not _counts(each)]
-    counted = [each if _counts(each) else {**each, "case": ""} for each in windows]
+    counted = counting(windows)
     for case in CASES:
-        slower = differences(counted, case, lambda each: float(each["steps_per_s"]), none="without")
-        dearer = differences(counted, case, lambda each: float(each["cpu_per_step"]), none="without")
-        if not slower:
+        if not (figures := compared(counted, case, none="without")):
             continue
-        less, low, high = percent_less(slower)
-        more, more_high, more_low = (-each for each in percent_less(dearer))
         mine = [each for each in counted if each["case"] == case]
         turns = statistics.fmean(each["turns_per_s"] for each in mine)
         per_turn = nanoseconds["a turn that worked"]
         report.add(
-            case=f"sorting, {len(windows) - len(lost)} windows, {os.cpu_count()} cores", system=case,
-            steps_per_s=statistics.median(each["steps_per_s"] for each in mine),
-            less_percent=round(less, 2), interval_95=f"{low:.2f} to {high:.2f}",
-            cpu_more_percent=round(more, 2), cpu_interval_95=f"{more_low:.2f} to {more_high:.2f}",
+            case=f"sorting, {sum(bool(each['case']) for each in counted)} windows, {os.cpu_count()} cores", system=case,
+            **figures,
             **({"turns_per_s": turns, "core_percent": 1e-7 * turns * per_turn} if case == "with" else {}),
         )  # fmt: skip
     for name, figure in nanoseconds.items():
         report.add(case="one transition, in one process", system=name, nanoseconds=figure)
     report.show(Console(width=max(160, Console().width)))
-    if lost:
-        print(f"left out: {len(lost)} of {len(windows)} windows, in which others took more than {MOST_FOREIGN:.0f}%")
-
-
-def _counts(window: Window) -> bool:
-    return bool(window["foreign"] <= MOST_FOREIGN and window["steps_per_s"] > 0)
+    if said := left_out(counted):
+        print(said)
 
 
 if __name__ == "__main__":

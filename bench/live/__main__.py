@@ -32,7 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.live.intervals import NONE, Window, differences, percent_less
+from bench.live.intervals import NONE, Window, compared, counting, left_out
 from bench.live.windows import ENDLESS, NO_PAGE, Beside, served
 from bench.report import Report
 from dataflow.run import run
@@ -42,8 +42,6 @@ CASES = {"one page": "1", "ten pages": "10", "never reads": "never"}
 """And the word for each."""
 SETTLE_S = 0.6
 """After each change, which belongs to no window."""
-MOST_FOREIGN = 3.0
-"""Percent of all processors that others may take in a window."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,31 +92,20 @@ def _cases(seed: int) -> Iterator[str]:
 def tell(windows: Sequence[Window]) -> None:
     """A table over all windows."""
     report = Report("live")
-    lost = [each for each in windows if not _counts(each)]
-    counted = [each if _counts(each) else {**each, "case": ""} for each in windows]
+    counted = counting(windows)
     for case in (NONE, *CASES):
         mine = [each for each in counted if each["case"] == case]
-        slower = differences(counted, case, lambda each: float(each["steps_per_s"]))
-        dearer = differences(counted, case, lambda each: float(each["cpu_per_step"]))
-        if not slower:
+        if not (figures := compared(counted, case)):
             continue
-        less, low, high = percent_less(slower)
-        more, more_high, more_low = (-each for each in percent_less(dearer))
         report.add(
-            case=f"sorting, {len(windows) - len(lost)} windows, {os.cpu_count()} cores", system=case,
-            steps_per_s=statistics.median(each["steps_per_s"] for each in mine),
-            less_percent=round(less, 2), interval_95=f"{low:.2f} to {high:.2f}",
-            cpu_more_percent=round(more, 2), cpu_interval_95=f"{more_low:.2f} to {more_high:.2f}",
+            case=f"sorting, {sum(bool(each['case']) for each in counted)} windows, {os.cpu_count()} cores", system=case,
+            **figures,
             **{name: statistics.fmean(each[name] for each in mine) for name in ("server_cpu", "client_cpu", "idle")},
             answers=sum(each["answers"] for each in mine), unanswered=sum(each["failed"] for each in mine),
         )  # fmt: skip
     report.show(Console(width=max(160, Console().width)))
-    if lost:
-        print(f"left out: {len(lost)} of {len(windows)} windows, in which others took more than {MOST_FOREIGN:.0f}%")
-
-
-def _counts(window: Window) -> bool:
-    return bool(window["foreign"] <= MOST_FOREIGN and window["steps_per_s"] > 0)
+    if said := left_out(counted):
+        print(said)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ QUANTILES = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.30
 """97.5% of Student's t, by degrees of freedom; between two the wider."""
 
 Window = Mapping[str, Any]
+MOST_FOREIGN = 3.0
+"""Percent of all processors that others may take in a window."""
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -51,3 +53,33 @@ def percent_less(values: Sequence[float]) -> tuple[float, float, float]:
     """By how many percent a figure is lower, and the bounds of that: from the logarithms of its ratios."""
     mean, low, high = (100 * (1 - math.exp(value)) for value in interval(values))
     return mean, high, low
+
+
+def counting(windows: Sequence[Window]) -> list[Window]:
+    """The same windows, with no case where others took too much of the machine, or no step was made."""
+    return [
+        each if each["foreign"] <= MOST_FOREIGN and each["steps_per_s"] > 0 else {**each, "case": ""}
+        for each in windows
+    ]
+
+
+def compared(counted: Sequence[Window], case: str, none: str = NONE) -> dict[str, Any]:
+    """Columns of a table: how windows of a case differ from those of `none`; empty where there are none to compare."""
+    slower = differences(counted, case, lambda each: float(each["steps_per_s"]), none)
+    dearer = differences(counted, case, lambda each: float(each["cpu_per_step"]), none)
+    if not slower:
+        return {}
+    less, low, high = percent_less(slower)
+    more, more_high, more_low = (-each for each in percent_less(dearer))
+    return {
+        "steps_per_s": statistics.median(each["steps_per_s"] for each in counted if each["case"] == case),
+        "less_percent": round(less, 2), "interval_95": f"{low:.2f} to {high:.2f}",
+        "cpu_more_percent": round(more, 2), "cpu_interval_95": f"{more_low:.2f} to {more_high:.2f}",
+    }  # fmt: skip
+
+
+def left_out(counted: Sequence[Window]) -> str:
+    """How many windows do not count, and why; empty: all do."""
+    lost = sum(not each["case"] for each in counted)
+    why = f"left out: {lost} of {len(counted)} windows, in which others took more than {MOST_FOREIGN:.0f}%"
+    return why if lost else ""
