@@ -23,7 +23,8 @@ from dataflow.planning.hosts import Devices
 from dataflow.worker import worker
 
 sqlite3.connect = connections.connect
-if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
+HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # of kernels it is read when they are first imported, by any test
 
 __all__ = ["forked", "fresh"]
@@ -36,7 +37,7 @@ def pytest_collection_finish() -> None:
     """Before any test computes; what is forked from then on collects its garbage."""
     gc.freeze()
     gc.enable()
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and not HAS_GPU:
         # The first backward decides for the whole process whether other threads compute gradients, which no fork has:
         # torch's builds for GPUs, where there is none, make such threads once DTensor has been used.
         import torch
@@ -47,7 +48,8 @@ def pytest_collection_finish() -> None:
             from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
             get_checkpoint_conversion_mapping("llama")
-    prepare()
+    if not HAS_GPU:  # a program that shall compute on one starts afresh
+        prepare()
 
 
 def pytest_unconfigure() -> None:

@@ -15,7 +15,7 @@ from bench.report import Report
 
 LAYERS = 4
 """With memory of their own, so that a repeat does not find its keys in the cache."""
-TILES = ((64, 4, 5), (64, 4, 3), (32, 4, 5), (32, 2, 5), (64, 8, 3), (64, 2, 5), (128, 4, 3), (128, 8, 3))
+TILES = ((128, 4, 3), (128, 4, 4), (128, 2, 3), (64, 4, 3), (64, 2, 5), (64, 2, 3), (256, 4, 2), (256, 8, 2))
 """Positions of a trip, warps, stages."""
 
 

@@ -15,6 +15,7 @@ What is computed again is not counted.
 from __future__ import annotations
 
 import time
+import traceback
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,6 +81,7 @@ def measure_trainer(report: Report, seconds: float, device: torch.device, tiny: 
             report.add(case=f"trainer {name}", system=system, **figures)
         except Exception as error:
             whole = False
+            traceback.print_exc()
             text = f"failed: {type(error).__name__}: {str(error)[:200]}"
             report.add(case=f"trainer {name}", system=system, skipped=text)
         finally:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -62,6 +63,7 @@ def measure_weights(report: Report, seconds: float, device: torch.device, tiny: 
                         report.add(case=case, system=system, tensors=count, **figures)
                     except Exception as error:
                         whole = False
+                        traceback.print_exc()
                         text = f"failed: {type(error).__name__}: {str(error)[:200]}"
                         report.add(case=case, system=system, skipped=text)
                         generator.close()
@@ -71,8 +73,9 @@ def measure_weights(report: Report, seconds: float, device: torch.device, tiny: 
 
 
 def split(parameters: int, count: int) -> list[int]:
-    """Elements of each of `count` tensors that hold so many parameters, the last one what is left over."""
-    each = parameters // count
+    """Elements of each of `count` tensors that hold so many parameters, the last one what is left over; as those of
+    models, all but that are multiples of 64."""
+    each = parameters // count // 64 * 64 or parameters // count
     return [*[each] * (count - 1), parameters - each * (count - 1)]
 
 
@@ -224,6 +227,7 @@ def generate(pipe: Connection, place: str) -> None:
                 clear(device)
                 pipe.send(True)
             except Exception as error:
+                traceback.print_exc()
                 pipe.send(f"{type(error).__name__}: {error}")
 
 

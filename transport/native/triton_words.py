@@ -73,22 +73,25 @@ def word_plan(sizes: tuple[int, ...], device: torch.device) -> WordPlan:
 
 @triton.jit
 def _move(destinations, sources, owners, firsts, counts, keeps, parts, copies: tl.constexpr, block: tl.constexpr):
-    """One chunk: its words, and their sums; of the last word, the bits to keep."""
+    """One chunk: its words, and their sums, for which of the last word some bits count; a copy is of whole words."""
     program = tl.program_id(0)
     owner, first = tl.load(owners + program), tl.load(firsts + program)
-    count, keep = tl.load(counts + program), tl.load(keeps + program)
+    count, keep = tl.load(counts + program).to(tl.int32), tl.load(keeps + program)
     source = tl.load(sources + owner).to(tl.pointer_type(tl.int64)) + first
     destination = tl.load(destinations + owner).to(tl.pointer_type(tl.int64)) + first
-    lanes = tl.arange(0, block).to(tl.int64)
-    s1 = tl.zeros([block], tl.int64)
-    s2 = tl.zeros([block], tl.int64)
+    lanes = tl.arange(0, block)
+    here = tl.zeros([block], tl.int64)
+    sums = tl.zeros([block], tl.int64)
     for step in range(0, count, block):
         index = step + lanes
         word = tl.load(source + index, mask=index < count, other=0)
-        word = tl.where(index == count - 1, word & keep, word)
         if copies:
             tl.store(destination + index, word, mask=index < count)
-        s1 += word
-        s2 += word * (first + index + 1)
-    tl.store(parts + 2 * program, tl.sum(s1))
-    tl.store(parts + 2 * program + 1, tl.sum(s2))
+        here += word
+        sums += here
+    # Of T trips, `sums` holds the word of trip t (T - t) times: no product for each word.
+    places = first + 1 + lanes + block * tl.cdiv(count, block).to(tl.int64)
+    last = tl.load(source + count - 1)
+    spare = (last & keep) - last
+    tl.store(parts + 2 * program, tl.sum(here) + spare)
+    tl.store(parts + 2 * program + 1, tl.sum(here * places - sums * block) + spare * (first + count))

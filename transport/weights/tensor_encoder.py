@@ -149,7 +149,8 @@ def quantize(
     for low, block in _slices(numbers, values, through):
         high = low + len(block)
         fine = block.abs().amax(-1, keepdim=True) if found is None else found[low:high]
-        fine = (fine / top).clamp_(min=TINY)
+        # Of a number outside of it a GPU would make the reciprocal, and other last bits than a processor.
+        fine = (fine / torch.full((), top, device=fine.device)).clamp_(min=TINY)
         if through is torch.bfloat16:
             fine = fine.bfloat16().float()
         block = (block / fine).clamp_(-top, top)

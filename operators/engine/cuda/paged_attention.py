@@ -30,8 +30,8 @@ SPLIT_TOKENS = 1024
 MOST_SPLITS = 64
 """What the second kernel merges at once."""
 
-TRIP_BYTES = 64 * 1024
-"""Of keys and values, of which two trips fit into a multiprocessor's shared memory."""
+SPARE_BYTES = 16 * 1024
+"""Of a multiprocessor's shared memory, for what is no key and no value."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_DOT = 16
@@ -47,29 +47,41 @@ def splits(rows: int, kv_heads: int, tokens: int, multiprocessors: int, block: i
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a program works; measured by `python -m bench.gpu --only attention`."""
+    """How a program works; measured on an H200 by `python -m bench.gpu --only attention`."""
 
-    block: int = 64
+    block: int = 128
     """Positions of one trip through its loop, a power of two from 16 on."""
     warps: int = 4
-    stages: int = 5
+    stages: int = 3
     """Trips whose loads are under way at once."""
 
 
-def fitted(tiles: Tiles, position_bytes: int) -> Tiles:
-    """The tiles, with shorter trips or fewer of them under way where wide heads need it; bytes of key and value."""
-    block, stages = tiles.block, tiles.stages
-    if block * position_bytes > TRIP_BYTES:
-        stages = min(stages, 3)
-    while block > LEAST_DOT and block * position_bytes > 2 * TRIP_BYTES:
+def fitted(tiles: Tiles, position_bytes: int, shared_bytes: int) -> Tiles:
+    """The tiles, with shorter trips, and at last fewer under way, where wide heads or a small device need it.
+
+    position_bytes: of a key and a value. shared_bytes: of a multiprocessor's memory for one program."""
+    block, room = tiles.block, shared_bytes - SPARE_BYTES
+    while block > LEAST_DOT and block * position_bytes * tiles.stages > room:
         block //= 2
-    return replace(tiles, block=block, stages=stages)
+    return replace(tiles, block=block, stages=max(1, min(tiles.stages, room // (block * position_bytes))))
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the grid and the tiles depend on."""
+
+    multiprocessors: int = 1
+    shared_bytes: int = 227 * 1024
+    """Of a multiprocessor, for one program."""
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of this device; 1 for the processor, where Triton interprets."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def chip(device: torch.device) -> Chip:
+    """This device's; of the processor, where Triton interprets, one multiprocessor of an H100."""
+    if device.type != "cuda":
+        return Chip()
+    found = torch.cuda.get_device_properties(device)
+    return Chip(found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 48 * 1024))
 
 
 def paged_attention(
@@ -100,9 +112,10 @@ def paged_attention(
             f"key {key.dtype}, cache {keys.dtype}; attend with torch's operators"
         )
     wide, value_wide = (max(LEAST_DOT, triton.next_power_of_2(size)) for size in (width, value_width))
-    tiles = fitted(tiles, (wide + value_wide) * keys.element_size())
+    here = chip(query.device)
+    tiles = fitted(tiles, (wide + value_wide) * keys.element_size(), here.shared_bytes)
     table, positions = layout.table, layout.positions
-    parts = splits(rows, kv_heads, table.shape[1] * PAGE, multiprocessors(query.device), tiles.block)
+    parts = splits(rows, kv_heads, table.shape[1] * PAGE, here.multiprocessors, tiles.block)
     out = torch.empty(rows, heads, value_width, dtype=query.dtype, device=query.device)
     if parts == 1:
         mixed, most, total = out, out, out

@@ -65,7 +65,8 @@ def pack(
     for low, block in _slices(numbers, values, groups):
         high = low + len(block)
         fine = block.abs().amax(-1, keepdim=True) if largest is None else scales[low:high, :, None]
-        fine = (fine / form.top).clamp_(min=TINY)
+        # As in the trainer's encoder: of a number outside of it a GPU would make the reciprocal.
+        fine = (fine / torch.full((), form.top, device=fine.device)).clamp_(min=TINY)
         if coarse:
             fine = fine.bfloat16().float()
         into[low:high] = _rounded(block / fine, form).view(-1, columns)

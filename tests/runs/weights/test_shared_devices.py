@@ -10,13 +10,11 @@ import psutil
 import pyarrow.compute as pc
 import pytest
 from rigs.graphs import fake_graph, reward, tiny_graph, words
-from rigs.operators import Around, struck, wrapped
-from rigs.policy import tiny_policy
+from rigs.operators import struck
 
 from dataflow import Graph, LoRA, Model, inline, join, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
-from dataflow.runtime import Runtime
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Logprobs, Prompts, Trainer
 from operators.credit import advantage
@@ -209,36 +207,3 @@ def test_every_rank_has_its_turn_open_so_that_it_ends_with_the_last(
     result = run(graph, steps=2, gpus="shared", ranks={"trainer": 2}, runs=tmp_path / "runs", quiet=True)
     assert (result.steps, result.verdict.clean) == (2, True), result.verdict.line
     assert [len((tmp_path / name).read_text().split()) for name in ("generator", "trainer")] == [2, 2]
-
-
-class Noting(Around):
-    """Writes down what its process has on the GPU, awake and asleep."""
-
-    def __init__(self, inner: Runtime, path: Path) -> None:
-        super().__init__(inner)
-        self._path = path
-
-    def sleep(self) -> None:
-        import torch
-
-        awake = torch.cuda.memory_allocated()
-        super().sleep()
-        with self._path.open("a") as out:
-            out.write(f"{awake} {torch.cuda.memory_allocated()} {torch.cuda.memory_reserved()}\n")
-
-
-@pytest.mark.gpu
-def test_who_sleeps_has_next_to_nothing_on_the_gpu_that_it_shares(tmp_path: Path) -> None:
-    policy = tiny_policy(tmp_path, layers=4, width=512, heads=8, mlp_width=2048)
-    graph = tiny_graph(policy, max_staleness=0, generator_knobs={"cache_bytes": 256 << 20})
-    for name in ("generator", "trainer"):
-        noted = wrapped(graph.operators[name], partial(Noting, path=tmp_path / name))
-        object.__setattr__(graph.operators[name], "build", noted.build)
-    result = run(graph, steps=3, gpus={"generator": 1, "trainer": "generator"}, runs=tmp_path / "runs", quiet=True)
-    assert (result.steps, result.verdict.clean) == (3, True), result.verdict.line
-    weights = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
-    for name in ("generator", "trainer"):
-        noted_bytes = [[int(word) for word in line.split()] for line in (tmp_path / name).read_text().splitlines()]
-        assert len(noted_bytes) >= 3 and max(awake for awake, _, _ in noted_bytes) > 2 * weights
-        assert max(asleep for _, asleep, _ in noted_bytes) < weights / 4
-        assert max(reserved for _, _, reserved in noted_bytes) < weights

@@ -20,7 +20,7 @@ import torch
 
 from transport.weights.errors import SegmentError
 from transport.weights.executors.cuda_driver import OUT_OF_MEMORY, Driver, DriverError
-from transport.weights.executors.device_memory import Handle
+from transport.weights.executors.device_memory import Handle, numbered
 
 
 class _Block:
@@ -40,7 +40,7 @@ class CudaMemory:
     def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
         """`device` is where buffers are allocated, cuda or cuda:k."""
         self._driver = driver or Driver()
-        self._ordinal = torch.cuda.current_device() if device.index is None else device.index
+        self._ordinal: int = numbered(device).index
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8[nbytes] of zeros; SegmentError when the GPU is full, after torch has given back what it keeps."""

@@ -40,6 +40,13 @@ class DeviceMemory(Protocol):
         """Until nothing that this process has asked for reads `buffer` any more."""
 
 
+def numbered(device: str | torch.device) -> torch.device:
+    """The device as its tensors name it: `cuda` is the GPU that is current."""
+    found = torch.device(device)
+    bare = found.type == "cuda" and found.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if bare else found
+
+
 class Lease(Protocol):
     """What every process that has a buffer open holds a lock on."""
 

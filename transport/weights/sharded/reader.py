@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from transport.weights.errors import AddressTaken, LayoutMismatch, SegmentError, WeightError, waited
-from transport.weights.executors.device_memory import DeviceMemory
+from transport.weights.executors.device_memory import DeviceMemory, numbered
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join, Note
@@ -69,7 +69,7 @@ class ShardedReader:
         self.layout, self.rank, self.name = layout, rank, name
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
-        self._view, self._device, self._clock = adopt == "view", torch.device(device), clock
+        self._view, self._device, self._clock = adopt == "view", numbered(device), clock
         self._buffers: ReceiveBuffers | None = None
         self._memory_of = functools.cache(lambda backend: peer_memory(backend, self._device, memory))
         self._no_room: SegmentError | None = None

@@ -14,7 +14,7 @@ import torch
 
 from transport.errors import PeerGone
 from transport.weights.errors import WeightError
-from transport.weights.executors.device_memory import DeviceMemory
+from transport.weights.executors.device_memory import DeviceMemory, numbered
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import WHOLE, FormGroup, Note
@@ -82,7 +82,7 @@ class ShardedWriter:
         self._local = layout.local(rank)
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
-        self._device, self._threads = torch.device(device), threads
+        self._device, self._threads = numbered(device), threads
         self._memory_of = functools.cache(lambda backend: peer_memory(backend, self._device, memory))
         self._borrows = hold == "until_settle"
         self._staging: Staging = (

@@ -14,7 +14,7 @@ from operators.models.errors import ModelError
 pytest.importorskip("triton")
 
 from operators.engine.cuda import paged_attention as module
-from operators.engine.cuda.paged_attention import Tiles, fitted, paged_attention, splits
+from operators.engine.cuda.paged_attention import Chip, Tiles, fitted, paged_attention, splits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -116,7 +116,7 @@ def test_half_precision_attends_within_its_rounding(device, dtype):
 @pytest.mark.parametrize("processors", [1, 4, 1000])
 @pytest.mark.parametrize("block", [16, 32, 128])
 def test_the_split_of_a_row_does_not_change_its_result(device, monkeypatch, processors, block):
-    monkeypatch.setattr(module, "multiprocessors", lambda _: processors)
+    monkeypatch.setattr(module, "chip", lambda _: Chip(processors))
     check(device, heads=4, kv_heads=2, width=16, positions=[*LENGTHS, 300], tiles=Tiles(block=block))
     check(device, heads=4, kv_heads=2, width=16, positions=[*LENGTHS, 300], tiles=Tiles(block=block), window=70)
 
@@ -136,7 +136,7 @@ def test_rows_that_only_fill_up_the_batch_leave_the_others_as_they_are(device):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_broken_numbers_show_in_the_output_of_the_row_that_has_them(device, monkeypatch, bad):
-    monkeypatch.setattr(module, "multiprocessors", lambda _: 4)
+    monkeypatch.setattr(module, "chip", lambda _: Chip(4))
     given = case(device, heads=2, kv_heads=2, width=16, positions=[100, 100, 100])
     layout, keys = given[5], given[3]
     keys[int(layout.table[1, 4]), :, 2] = bad
@@ -160,7 +160,9 @@ def test_few_or_long_rows_are_split_and_many_short_ones_are_not():
 
 @pytest.mark.parametrize("width", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize("size", [2, 4])
-def test_trips_are_as_short_as_wide_heads_need(width, size):
-    tiles = fitted(Tiles(), 2 * width * size)
-    assert tiles.block * 2 * width * size <= 128 * 1024 and tiles.block >= 16
-    assert tiles == Tiles() or width * size >= 512
+@pytest.mark.parametrize("kib", [227, 163, 99, 48])
+def test_trips_are_as_short_as_wide_heads_and_small_chips_need(width, size, kib):
+    tiles = fitted(Tiles(), 2 * width * size, kib * 1024)
+    assert tiles.block >= 16 and tiles.stages >= 1
+    assert tiles.stages * tiles.block * 2 * width * size <= kib * 1024 or (tiles.block, tiles.stages) == (16, 1)
+    assert tiles == Tiles() or 3 * 128 * 2 * width * size > (kib - 16) * 1024

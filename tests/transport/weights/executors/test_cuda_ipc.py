@@ -86,6 +86,12 @@ def adopted(writer, reader, version):
             reader.adopt()
 
 
+def test_a_gpu_without_a_number_is_the_one_that_is_current(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    found = [str(device_memory.numbered(each)) for each in ("cuda", "cuda:1", torch.device("cpu"))]
+    assert found == ["cuda:3", "cuda:1", "cpu"]
+
+
 def test_a_closed_writers_buffer_stays_whole_until_its_reader_has_closed_it(site, memory):
     mine = parameters()
     writer, reader = WeightWriter(SMALL, site), WeightReader(site, "generator-0")
@@ -384,7 +390,8 @@ def test_a_reader_killed_on_a_gpu_holds_nobody_up(start, address):
         other = start(on_gpu, programs.serve, site, "other", "view", 9)
         until(writer, lambda: len(writer.readers) == 2)
         publish(writer, 1, "cuda")
-        until(writer, lambda: holds(writer, "other", 1) and status(writer, "victim").state == "taking")
+        until(writer, lambda: status(writer, "victim").state == "taking")  # and silent soon, for it says no more
+        until(writer, lambda: holds(writer, "other", 1))
         os.kill(victim.pid, signal.SIGKILL)
         for version in range(2, 10):
             publish(writer, version, "cuda")

@@ -189,6 +189,16 @@ def test_a_named_tensor_that_cannot_be_quantised_is_refused(name: str) -> None:
         Encoding(quantized="int8", names=frozenset({"o", name})).layout(layout)
 
 
+def settled(local: Full) -> Full:
+    """The same with rows emptied that are not finite: each device makes its own bits of what is no number."""
+    made = {name: each.cpu().clone() for name, each in local.items()}
+    for name in [each for each in made if each.endswith(SCALE)]:
+        lost = ~made[name][..., 0].isfinite()
+        made[name][lost] = torch.inf
+        made[name.removesuffix(SCALE)].view(torch.uint8)[lost] = 0
+    return made
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -201,7 +211,8 @@ def test_shards_on_a_gpu_are_quantised_as_the_whole_is_there_and_here(form: str,
     layout = Layout.cut(described(full), Mesh.of(2, 2), lambda name: (0, 1))
     here = by_one_rank(encoding, full)
     there = by_one_rank(encoding, {name: tensor.cuda() for name, tensor in full.items()})
-    assert same({0: here}, {0: {name: tensor.cpu() for name, tensor in there.items()}})
+    assert same({0: settled(here)}, {0: settled(there)}) and not here["o" + SCALE][5].isfinite()
     sent, (found,), _ = held_after(encoding, layout, [full], device="cuda")
-    on_host = {rank: {name: tensor.cpu() for name, tensor in local.items()} for rank, local in found.items()}
-    assert same(on_host, gather_then_shard(sent, here))
+    on_host = {rank: settled(local) for rank, local in found.items()}
+    wanted = gather_then_shard(sent, here)
+    assert same(on_host, {rank: settled(local) for rank, local in wanted.items()})
