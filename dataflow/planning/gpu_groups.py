@@ -81,7 +81,7 @@ def _check(graph: Structure, group: Group) -> None:
         if not operator.traits.sleeps:
             raise GraphError(
                 f"'{name}' cannot take turns on devices with {[other for other in group if other != name]}: it keeps "
-                f'its memory for as long as it runs (generators can give it back with engine="native"); '
+                f'its memory for as long as it runs (generators give it back with engine="native", not compiled); '
                 f"give it devices of its own"
             )
 

@@ -10,6 +10,7 @@ import torch
 
 from dataflow.runtime import Context
 from dataflow.weight_ends import WeightsIn
+from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
@@ -63,6 +64,8 @@ def build_native(
         model, intake = load_merged(declaration.model, device=context.device)
     tokenizer = load_tokenizer(declaration.model)
     tested = adapt(model, declaration.model.name)
+    if declaration.compile and context.device != "cpu":
+        fuse_layers(model)
     if declaration.weights != "model":
         intake = quantise(
             model, declaration.weights, adopt="view" if context.device == "cpu" and sliced is None else "copy",

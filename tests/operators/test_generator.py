@@ -53,7 +53,20 @@ def test_it_adds_the_rollout_columns_and_shows_its_knobs():
     assert generator.knobs()["top_p"] == 0.9
 
 
-@pytest.mark.parametrize(("knob", "value"), [("sampling_mask", True), ("weights", "int8"), ("tensor_parallel", 2)])
+VLLM = [("sampling_mask", True), ("weights", "int8"), ("tensor_parallel", 2), ("compile", True)]
+
+
+@pytest.mark.parametrize(("knob", "value"), VLLM)
 def test_what_vllm_does_not_serve_is_named(knob, value):
     (fault,) = Generator(MODEL, engine="vllm", **{knob: value}).faults()
     assert f"does not serve {knob}" in fault and 'engine="native"' in fault
+
+
+@pytest.mark.parametrize(("knob", "value"), [("weights", "int8"), ("tensor_parallel", 2)])
+def test_what_is_not_compiled_is_named(knob, value):
+    (fault,) = Generator(MODEL, compile=True, **{knob: value}).faults()
+    assert f"got {knob}={value!r}" in fault and "leave it out, or compile" in fault
+
+
+def test_a_compiled_generator_keeps_its_device():
+    assert Generator(MODEL).traits.sleeps and not Generator(MODEL, compile=True).traits.sleeps

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from operators.engine.attention import NAME, attend
+from operators.models.layers import decoder_layers
 
 
 def fuse_layers(model: torch.nn.Module) -> int:
@@ -15,12 +16,14 @@ def fuse_layers(model: torch.nn.Module) -> int:
 
     Layers of one kind share their code, which is made for any number of tokens when first called. Attention stays
     outside of it. Parameters, their names and their places stay as they are.
+
+    Raises:
+        ModelError: the model has no layers of transformers' kind.
     """
     from transformers import AttentionInterface
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
+    layers = decoder_layers(model)
     AttentionInterface.register(NAME, _outside())
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         layer.compile(dynamic=True)
     return len(layers)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from operators.models.errors import ModelError
+from operators.models.layers import decoder_layers
 from operators.models.shelf import Shelf, return_freed_memory
 from operators.training.learner.refreshed import Refreshed, tensors_of
 
@@ -26,21 +27,6 @@ def prepare(module: Any, *, gradient_checkpointing: bool, compile: bool) -> None
         compile_layers(module)
     if gradient_checkpointing:
         recompute_activations(module)
-
-
-def decoder_layers(module: Any) -> list[torch.nn.Module]:
-    """The repeated blocks of a model of transformers. ModelError where it marks none."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    found: list[torch.nn.Module] = [
-        layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)
-    ]
-    if not found:
-        raise ModelError(
-            f"{type(module).__name__} has no layers that can be switched one by one; found no "
-            f"GradientCheckpointingLayer of transformers; leave gradient_checkpointing and compile out"
-        )
-    return found
 
 
 def recompute_activations(module: Any) -> None:

@@ -5,6 +5,11 @@ import pytest
 import torch
 import transformers
 
+from bench.generator.cases import save_words
+from dataflow import Model
+from dataflow.runtime import Context
+from operators import Generator
+from operators.engine.build import build_native
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
@@ -176,6 +181,18 @@ def test_new_weights_in_their_old_places_are_those_that_replayed_steps_use(gpu):
     assert engine.graphed.replays.captured > 0
     assert any(set(versions[start:]) == {0, 1, 2} for _, _, versions, start, _ in rows.values())
     check_logprobs(models, rows, 1e-4)
+
+
+def test_a_generator_that_compiles_draws_from_the_same_distribution(gpu, tmp_path):
+    model = make_model(gpu)
+    model.save_pretrained(tmp_path)
+    save_words(tmp_path, VOCABULARY)
+    declared = Generator(Model(str(tmp_path)), compile=True, slots=32, context_tokens=160, cache_bytes=1 << 28)
+    engine = build_native(declared, Context(node="generator", device="cuda:0")).engine
+    rows = drive(engine, starts())
+    assert engine.graphed.replays.captured > 0
+    assert all(layer._compiled_call_impl is not None for layer in engine.model.model.layers)
+    check_logprobs({0: model}, rows, 1e-4)
 
 
 def test_compiled_layers_change_logprobs_by_rounding_only(gpu):

@@ -1,0 +1,24 @@
+"""The repeated blocks of a model of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from operators.models.errors import ModelError
+
+
+def decoder_layers(module: Any) -> list[torch.nn.Module]:
+    """The repeated blocks of a model of transformers. ModelError where it marks none."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found: list[torch.nn.Module] = [
+        layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)
+    ]
+    if not found:
+        raise ModelError(
+            f"{type(module).__name__} has no layers that can be switched one by one; found no "
+            f"GradientCheckpointingLayer of transformers; leave gradient_checkpointing and compile out"
+        )
+    return found
