@@ -57,9 +57,7 @@ def bind(host: str, port: int, *, otherwise: str = "name another --port or --hos
     except OSError as error:
         if listener is not None:
             listener.close()
-        raise GraphError(
-            f"the server cannot be bound to {host} port {port}; found: {error}; {otherwise}"
-        ) from error
+        raise GraphError(f"the server cannot be bound to {host} port {port}; found: {error}; {otherwise}") from error
     return listener
 
 
