@@ -66,6 +66,8 @@ class Traits:
     """Whether the backward pass computes anew what the layers made."""
     every_steps: int | None = None
     """Steps between two rounds of an evaluation; None: it evaluates nothing."""
+    port: int = 0
+    """On which each of its replicas listens; 0: on none, or on any that is free."""
 
 
 class KnobCheck(type):

@@ -52,6 +52,8 @@ class Placement:
     """By replica, those of each of its processes, where hosts differ."""
     need: Need | None = None
     """Memory that one process needs at least; None: unknown or small."""
+    port: int = 0
+    """On which each replica listens; 0: on none, or on any that is free."""
 
     @property
     def memory_bytes(self) -> int | None:

@@ -289,4 +289,5 @@ def _placement(
         first_gpus=tuple(room.first_gpu for room, _ in by_rank) if named and gpus else (),
         dp_replicate=operator.traits.dp_replicate, tensor_parallel=operator.traits.tensor_parallel,
         threads=min(each), threads_there=tuple(each) if min(each) < max(each) and not is_spread else (), need=part.need,
+        port=operator.traits.port,
     )  # fmt: skip

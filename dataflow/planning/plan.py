@@ -39,6 +39,7 @@ from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place, read_place
 from dataflow.planning.placement import Need, Placement, Spot, amount
 from dataflow.planning.placing import NodeNeeds, neighbours_of, placed, workers_of
+from dataflow.planning.ports import check_ports
 from dataflow.planning.ranks import check_replicas, check_scaled, ranks_of
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, drawn_by, sinks_of, sources_of
@@ -279,6 +280,7 @@ def plan(
     parts = _parts(graph, counts, replicas, ranks, sizes, one_process)
     neighbours = neighbours_of(graph, workers_of(graph))
     placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
+    check_ports(placements)
     check_fit(_needs(placements, turns), devices.room)
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,

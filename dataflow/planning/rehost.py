@@ -66,6 +66,15 @@ def rehost(
         hosts = {each: [other.host for other in seated if other.worker == each] for each in plan.neighbours[worker]}
         return host_beside(hosts.values(), rooms), ()
     group = plan.turns_of(worker)
+    port = plan.placements[worker].port
+    if port:
+        held = {each.host for each in seated if plan.placements[each.worker].port == port}
+        rooms = [room for room in rooms if room.host.name not in held]
+        if not rooms:
+            return (
+                f"'{worker}-{replica}' listens on port {port}, which another worker has on each host that is left; add "
+                f"a host, or begin again with port=0"
+            )
     mates = [each for each in seated if each.worker in group]
     if mates:
         return _beside_mates(plan, rooms, mates, worker, replica)

@@ -74,8 +74,8 @@ class AgentKnobs(EpisodeKnobs):
 
     @property
     def traits(self) -> Traits:
-        """As an episode's; it reads no prompt as messages."""
-        return dataclasses.replace(super().traits, chat=None)
+        """As an episode's, and the endpoint's port; it reads no prompt as messages."""
+        return dataclasses.replace(super().traits, chat=None, port=self.port)
 
     @property
     def about(self) -> str:

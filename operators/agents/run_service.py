@@ -83,7 +83,8 @@ class EndpointThread:
 
     def __init__(self, service: RunService, turns: TurnsInRun, port: int) -> None:
         """Bind, and begin. Raises GraphError where the port is taken."""
-        self._listener = bind("127.0.0.1", port)
+        otherwise = "give Endpoint(port=) another, or 0 for any that is free"
+        self._listener = bind("127.0.0.1", port, otherwise=otherwise)
         self._listener.listen(1024)
         self.root = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._turns, self._service = turns, service

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.errors import GraphError
+from dataflow.runtime import Context, Runtime
 from operators.chat.conversation import Past
+from operators.environments.addresses import absence, address_fault
 from operators.environments.playing import AGAIN, Play, function_of
 from operators.environments.systems import missing, split
 from operators.environments.tasks import TASK, SeededTasks, row_of
@@ -21,6 +23,15 @@ class PlayedEnvironment(Episode):
 
     play: Play = field(repr=False)
     """How it is played."""
+
+    def build(self, context: Context) -> Runtime:
+        """As any episode's. Raises GraphError where a run begins and nobody is at the address of a server; later it may
+        be away for a while."""
+        system, place = split(self.play.environment)
+        gone = absence(self.play.environment, place) if system.is_served and not context.attempt else None
+        if gone is not None:
+            raise GraphError(gone)
+        return super().build(context)
 
     def tasks(
         self, source: Any, *, intro: str = "", columns: Sequence[str] = (), chat: bool = False, **knobs: Any
@@ -80,7 +91,7 @@ def environment(
     The system in front of the name is gymnasium, textarena, reasoning-gym, skyrl-gym, openenv or nemo-gym; behind it
     stands what the system calls the environment, or where its server is. Its prompts are its `tasks`, or others with a
     column `task`: JSON of what the environment is reset with. Raises GraphError for a name that no system
-    has, and where the package of a system is not installed.
+    has, for what is no address of a server, and where the package of a system is not installed.
 
     Args:
         options: of the environment, and of its adapter (docs/environments.md).
@@ -103,8 +114,9 @@ def environment(
     >>> world.name, world.concurrency, sorted(world.signature.annotations)
     ('reward', 4, ['prompt', 'task'])
     """
-    system, _ = split(name)
-    if (wrong := missing(name)) is not None:
+    system, place = split(name)
+    wrong = missing(name) or (address_fault(name, place, system.schemes) if system.is_served else None)
+    if wrong is not None:
         raise GraphError(wrong)
     sessions = sessions if sessions is not None else 1 if system.is_served else 128
     if isinstance(sessions, bool) or not isinstance(sessions, int) or sessions < processes:

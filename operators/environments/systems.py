@@ -26,8 +26,8 @@ class System:
     """As it is imported."""
     extra: str
     """That installs it."""
-    is_served: bool = False
-    """Whether a server has the environments: then it says how many there are, and may be away."""
+    schemes: tuple[str, ...] = ()
+    """Of the addresses at which a server has the environments, which says how many there are, and may be away."""
     has_seeds: bool = True
     """Whether a number makes a task, and no row is needed."""
     prompt_at: tuple[str, ...] = ("prompt",)
@@ -35,15 +35,22 @@ class System:
     reads_prompt: bool = False
     """Whether a reset needs the prompt, too."""
 
+    @property
+    def is_served(self) -> bool:
+        """Whether a server has them."""
+        return bool(self.schemes)
+
 
 _HERE = "operators.environments"
 SYSTEMS: dict[str, System] = {
     "gymnasium": System(module=f"{_HERE}.gymnasium_form", package="gymnasium", extra="gymnasium"),
     "textarena": System(module=f"{_HERE}.textarena_form", package="textarena", extra="textarena"),
     "reasoning-gym": System(module=f"{_HERE}.reasoning_gym_form", package="reasoning_gym", extra="reasoning-gym"),
-    "openenv": System(module=f"{_HERE}.openenv_wire", package="websockets", extra="openenv", is_served=True),
+    "openenv": System(
+        module=f"{_HERE}.openenv_wire", package="websockets", extra="openenv", schemes=("ws", "wss", "http", "https")
+    ),
     "nemo-gym": System(
-        module=f"{_HERE}.nemo_gym_wire", package="httpx", extra="nemo-gym", is_served=True, has_seeds=False,
+        module=f"{_HERE}.nemo_gym_wire", package="httpx", extra="nemo-gym", schemes=("http", "https"), has_seeds=False,
         prompt_at=("responses_create_params", "input"),
     ),
     "skyrl-gym": System(

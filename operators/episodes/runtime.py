@@ -349,7 +349,10 @@ class EpisodesRuntime(Runtime):
         reason = STOPPED
         if error is not None:
             reason = BROKEN
-            self._causes[RolloutFailure.read(error).cause] += 1
+            cause = RolloutFailure.read(error).cause
+            if not self._causes[cause]:
+                self._context.log.warning("rollouts fail", node=self._name, cause=cause, first=error)
+            self._causes[cause] += 1
         else:
             outcome = Outcome.of(answer.body)
             each.returned, tail = outcome.returned, outcome.heard
@@ -370,9 +373,8 @@ class EpisodesRuntime(Runtime):
                 self._context.ledger.advance(source, sorted(set(ids)), "generating")
         requests, complete = self._requests, self._complete
         self._requests, self._complete, self._begun = [], [], {}
-        made = (
-            [Batch(self._name, request_rows([(each.group, request) for each, request in requests]))] if requests else []
-        )
+        rows = [(each.group, request) for each, request in requests]
+        made = [Batch(self._name, request_rows(rows))] if rows else []
         for source in dict.fromkeys(group.source for group in complete):
             of_source = [group for group in complete if group.source == source]
             made.append(Batch(source, self._rollouts(of_source)))

@@ -43,8 +43,9 @@ def check_address(host: str, api_key: str | None) -> None:
         )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, not listening yet. Raises GraphError where the address cannot be had."""
+def bind(host: str, port: int, *, otherwise: str = "name another --port or --host") -> socket.socket:
+    """A socket at this address, not listening yet. otherwise: what to do where the address cannot be had, which raises
+    GraphError."""
     if not 0 <= port < 1 << 16:
         raise GraphError(f"there is no such port; found {port}; give --port from 0 (any that is free) to 65535")
     listener: socket.socket | None = None
@@ -56,9 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if listener is not None:
             listener.close()
-        raise GraphError(
-            f"the server cannot be bound to {host} port {port}; found: {error}; name another --port or --host"
-        ) from error
+        raise GraphError(f"the server cannot be bound to {host} port {port}; found: {error}; {otherwise}") from error
     return listener
 
 

@@ -26,7 +26,10 @@ PARTS = {
     "Episodes": (
         "operators/episodes/declaration.py", "operators/episodes/knobs.py", "operators/episodes/signature.py",
     ),
-    "Environments": ("operators/environments/declaration.py", "operators/environments/systems.py"),
+    "Environments": (
+        "operators/environments/declaration.py", "operators/environments/addresses.py",
+        "operators/environments/systems.py",
+    ),
     "References, judges and values": ("operators/forward_pass/knobs.py", "operators/forward_pass/build.py"),
 }  # fmt: skip
 """Where graphs, plans, knobs and models are refused, by heading of the page."""

@@ -228,6 +228,33 @@ def test_light_operators_of_one_worker_are_pinned_together_and_this_machine_has_
         plan(graph, Devices(cpus=2), place={"generator": "a"})
 
 
+# Ports
+
+
+@dataclass(frozen=True, eq=False)
+class Listening(FakeGenerator):
+    """A generator whose replicas each listen on a port."""
+
+    port: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, port=self.port)
+
+
+def test_two_replicas_on_one_host_cannot_listen_on_one_port() -> None:
+    said = r"'generator-0' and 'generator-{}' would both listen on port 8100 of {}, where only one can; give port=0"
+    graph = build(Listening(model=POLICY, port=8100))
+    with pytest.raises(GraphError, match=said.format(1, "this machine")):
+        plan(graph, Devices(cpus=4), replicas={"generator": 2})
+    with pytest.raises(GraphError, match=said.format(2, "host 'a'")):
+        plan(graph, hosts(2), replicas={"generator": 3}, place={"generator": ("a", "b")})
+    assert where(plan(graph, hosts(2), replicas={"generator": 2}))["generator"] == ("a", "b")
+    assert plan(graph, Devices(cpus=4)).placements["generator"].port == 8100
+    free = plan(build(Listening(model=POLICY)), Devices(cpus=4), replicas={"generator": 2})
+    assert free.placements["generator"].replicas == 2
+
+
 # For people
 
 

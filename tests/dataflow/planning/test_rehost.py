@@ -47,6 +47,15 @@ class DealtOut(FakeGenerator):
         return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel)
 
 
+@dataclass(frozen=True, eq=False)
+class Listening(FakeGenerator):
+    """A generator whose replicas each listen on one port."""
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, port=8100)
+
+
 def build(tensor_parallel: int = 1) -> Graph:
     graph, trainer = Graph("test"), FakeTrainer(model=POLICY)
     generator = DealtOut(name="generator", model=POLICY, tensor_parallel=tensor_parallel)
@@ -128,6 +137,20 @@ def test_who_takes_turns_goes_together() -> None:
     assert rehost(made, devices, {"b"}, sits, "generator", 4) == ("b", (5,)), "a newcomer shares them, too"
     alone = plan(build(), devices, gpus={"generator": 2, "trainer": "generator"})
     assert most_replicas(alone, devices, {"a", "b"}, [Sitting("trainer", 0, "a", (0, 1))], "generator") == 5
+
+
+def test_whoever_listens_on_a_port_goes_where_nobody_else_has_it() -> None:
+    graph, trainer = Graph("test"), FakeTrainer(model=POLICY)
+    generator = Listening(name="generator", model=POLICY)
+    trainer(generator(graph.source(FakePrompts())))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    devices = hosts(3)
+    made = plan(graph, devices, replicas={"generator": 2}, place={"generator": ("a", "b"), "trainer": "c"})
+    other = Sitting("generator", 1, "b")
+    assert rehost(made, devices, {"b", "c"}, [other, Sitting("trainer", 0, "c")], "generator", 0) == ("c", ())
+    assert rehost(made, devices, {"b"}, [other], "trainer", 0) == ("b", ()), "who listens on none goes anywhere"
+    refused = "'generator-0' listens on port 8100, which another worker has on each host that is left; add a host"
+    assert str(rehost(made, devices, {"b"}, [other], "generator", 0)).startswith(refused)
 
 
 def test_without_room_it_says_what_is_needed_and_what_there_is() -> None:

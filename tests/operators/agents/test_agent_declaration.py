@@ -39,6 +39,7 @@ def test_an_endpoint_in_a_generators_place_says_where_it_stands() -> None:
     agent("python solve.py")(Endpoint(GENERATOR, model="mine", port=8123, past="rendered"), g.source(prompts()))
     found: Any = g.operators["solve"]
     assert (found.model_name, found.port, found.past, found.generator) == ("mine", 8123, "rendered", GENERATOR)
+    assert found.traits.port == 8123, "the plan puts no other there"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ import pytest
 from episode_rig import LIMITS, episode_graph, nothing_is_left, rollouts
 from random_strikes import Place, RandomStriking, Strike, schedule
 from rigs.machine import wait_until
+from rigs.policy import CHAT_TEMPLATE
 from rigs.worlds import gym_shaped
 from rigs.worlds.served_alone import ServedAlone
+from test_agent_runs import reward, talker
 from test_environment_runs import graph as world_graph
 from test_tool_runs import boxed, needs_sandbox
 from test_tool_runs import graph as tool_graph
@@ -167,11 +169,9 @@ def test_a_run_with_sandboxes_whose_processes_are_killed_at_random_gives_all_bac
 def test_a_run_of_agents_whose_processes_are_killed_at_random_is_whole_and_ends_its_programs(
     seed: int, policy: Path, tmp_path: Path
 ) -> None:
-    from test_agent_runs import TEMPLATE, reward, talker
-
     chatty = tmp_path / "chatty"
     shutil.copytree(policy, chatty)
-    (chatty / "chat_template.jinja").write_text(TEMPLATE)
+    (chatty / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     g = episode_graph(chatty, dataclasses.replace(talker, tries=6), reward, name="agents")
     result, _ = struck(g, "talker", schedule(seed, places("talker", 2), BLOWS), tmp_path)
     for row in rollouts(result).to_pylist():
