@@ -166,7 +166,9 @@ def look(path: Path) -> SeenRun:
         path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
         max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
         prompts_per_step=int(counted[0]["groups"]), micro_batch_tokens=_knob(nodes[trainer], "micro_batch_tokens", 0),
-        calls_at_once={name: _knob(node, "concurrency", 1) * _knob(node, "processes", 1) for name, node in nodes.items()},
+        calls_at_once={
+            name: _knob(node, "concurrency", 1) * _knob(node, "processes", 1) for name, node in nodes.items()
+        },
         scorers={name for name, node in nodes.items() if node["operator"] == "Scorer"},
         prompt_tokens=prompt, lengths=lengths, stretches=found, steps=counted, in_turn=config.get("turns", ()),
     )  # fmt: skip

@@ -179,7 +179,8 @@ class SimulatedReplica:
             self._ends, costs, self._step_s, stride, at=self._at, now=self._clock.reading(costs.shared),
             owed_s=self._owed_s, looks_back=self._looks_back, linger=self._linger,
             until=max(self._since + self._linger, self._at) if self._complete else None,
-            few=self._enough - len(self._complete), stops=(lambda ended: self._lets_in(ended, wanted)) if wanted else None,
+            few=self._enough - len(self._complete),
+            stops=(lambda ended: self._lets_in(ended, wanted)) if wanted else None,
         )  # fmt: skip
         self._usage.begins()
         self._event = self._clock.at(self._stretches[-1][0], self._reached, shared=costs.shared)
