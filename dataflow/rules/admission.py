@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from dataflow.records import AnyArray
+from dataflow.rules.room import starts
 from dataflow.staleness import Bound, admit
 
 
@@ -115,13 +116,3 @@ class Admission(Generic[G]):
                 yield source, group, count
                 if count < wanted:
                     return
-
-
-def starts(count: int, wanted: int, *, idle: bool, slots: int) -> bool:
-    """Whether a group starts of which so many rollouts fit of those that it wants: it waits until all do, unless it is
-    larger than a quarter of the slots or nothing else is at work (idle).
-
-    >>> starts(8, 8, idle=False, slots=64), starts(7, 8, idle=False, slots=64), starts(7, 8, idle=True, slots=64)
-    (True, False, True)
-    """
-    return count >= wanted or (count > 0 and (idle or wanted * 4 > slots))

@@ -14,8 +14,9 @@ from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import GeneratorCosts, Scenario
 from dataflow.foresight.simulation.stretch import Ending, Stretch, carried_on, turns_of
 from dataflow.foresight.simulation.usage import Usage
-from dataflow.rules.admission import Admission, starts
+from dataflow.rules.admission import Admission
 from dataflow.rules.leave import LINGER_STEPS, enough, leaves
+from dataflow.rules.room import starts
 from dataflow.staleness import Bound
 
 SOURCE = "prompts"
