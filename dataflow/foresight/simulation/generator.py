@@ -145,7 +145,7 @@ class SimulatedReplica:
         elif seconds > owed_s:
             stride_s = (seconds - owed_s) / (strides - self._at)
             made = min(strides - self._at, math.ceil((passed - owed_s) / stride_s - 1e-6))
-            self._owed_s = made * stride_s - (passed - owed_s)
+            self._owed_s = max(0.0, made * stride_s - (passed - owed_s))
             self._at += made
         else:
             self._at, self._owed_s = strides, 0.0
