@@ -6,6 +6,9 @@ python -m bench.foresight --search --json OUT         # nothing is run but the s
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -45,6 +48,10 @@ class Size:
             "vocab_size": 128256, "max_position_embeddings": 8192,
         }  # fmt: skip
 
+    def folder(self, within: Path) -> Path:
+        """Of its config."""
+        return within / self.name.replace(" ", "-")
+
 
 LARGE = Size(name="405 B", layers=126, width=16384, inner=53248, heads=128, fp8=True)
 SMALL = Size(name="8 B", layers=32, width=4096, inner=14336, heads=32, generator_ranks=1, trainer_ranks=1)
@@ -70,8 +77,29 @@ def search(path: Path | None) -> int:
                 simulated=found.simulated, step_s=found.ways[0].foreseen.step_s, seconds=time.perf_counter() - began,
                 cpu_s=time.process_time() - worked, asked=found.ways[0].asked,
             )  # fmt: skip
+        report.add(case="1,024 H100", system="405 B, python -m graphs.aipo --gpus auto", **command(Path(folder)))
     report.show(console)
     return 0
+
+
+def command(folder: Path) -> dict[str, float]:
+    """Seconds of the command as a user types it, from the start of its process; folder: `build` was called with it."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "2+2=", "answer": "4"}) + "\n")
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [
+            sys.executable, "-m", "graphs.aipo", "--policy", LARGE.folder(folder), "--prompts", prompts,
+            "--reward", "exact", "--dtype", "bfloat16", "--max-tokens", "2048", "--prompts-per-step", "128",
+            "--foresee", "1024xH100", "--gpus", "auto", "--steps", str(STEPS),
+        ],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+    }
 
 
 def build(size: Size, folder: Path) -> Graph:
@@ -80,7 +108,7 @@ def build(size: Size, folder: Path) -> Graph:
     from operators.credit import advantage
     from operators.rewards import find
 
-    source = folder / size.name.replace(" ", "-")
+    source = size.folder(folder)
     source.mkdir(exist_ok=True)
     (source / "config.json").write_text(json.dumps(size.config))
     graph, model = Graph("search"), Model(str(source), dtype="bfloat16")

@@ -281,13 +281,18 @@ def _share(seconds: float) -> float:
 
 
 def _rows(runs: Sequence[SeenRun]) -> dict[str, float]:
-    """Seconds of a row, by operator without a model."""
+    """Seconds of a row, by operator without a model: the processes of a scorer are at work with as many rows at once as
+    they have calls."""
     found: dict[str, NDArray[np.float64]] = {}
     for run in runs:
         for node, stretches in run.stretches.items():
             if node in (run.generator, run.trainer):
                 continue
-            spent = np.array([sum(each.busy_s for each in stretches), sum(each.rows_in for each in stretches)])
+            more = run.calls_at_once.get(node, 1) - 1
+            spent = np.array([
+                sum(each.busy_s + more * each.beside_s for each in stretches),
+                sum(each.rows_out if node in run.scorers else each.rows_in for each in stretches),
+            ])  # fmt: skip
             found[node] = found.get(node, np.zeros(2)) + spent
     return {node: float(busy / rows) for node, (busy, rows) in found.items() if rows > 0}
 

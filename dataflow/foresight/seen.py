@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,10 @@ class SeenRun:
     """By node."""
     steps: Sequence[Mapping[str, Any]]
     """The trainer's lines of metrics.jsonl, without the first ones."""
+    calls_at_once: Mapping[str, int] = field(default_factory=dict)
+    """By scorer, in all its processes; one where it is not named."""
+    scorers: Collection[str] = ()
+    """They pass on every row that they are done with; those that come may wait for long."""
     in_turn: Sequence[Sequence[str]] = ()
     """Nodes that took turns on devices."""
     turns: Mapping[str, float] = field(default_factory=dict)
@@ -149,7 +153,8 @@ def look(path: Path) -> SeenRun:
         raise GraphError(f"run '{path}' has no checkpoint left, whose config.json says what model it is; take another")
     prompt, lengths, turns = _texts(folder, [int(line["step"]) for line in counted])
     lines = _between(folder.read_activity(), trainer, int(counted[0]["step"]), int(counted[-1]["step"]))
-    found = {node["name"]: _activity_spans(lines, node["name"]) for node in graph["nodes"]}
+    nodes = {node["name"]: node for node in graph["nodes"]}
+    found = {name: _activity_spans(lines, name) for name in nodes}
     if not found[generator]:
         raise GraphError(
             f"run '{path}' has no activity.jsonl with what its nodes did; it was made by an earlier version, or was "
@@ -160,15 +165,19 @@ def look(path: Path) -> SeenRun:
         turns=dict.fromkeys(world_s, turns), world_s=world_s,
         path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
         max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
-        prompts_per_step=int(counted[0]["groups"]), micro_batch_tokens=_micro_batch_tokens(graph, trainer),
+        prompts_per_step=int(counted[0]["groups"]), micro_batch_tokens=_knob(nodes[trainer], "micro_batch_tokens", 0),
+        calls_at_once={
+            name: _knob(node, "concurrency", 1) * _knob(node, "processes", 1) for name, node in nodes.items()
+        },
+        scorers={name for name, node in nodes.items() if node["operator"] == "Scorer"},
         prompt_tokens=prompt, lengths=lengths, stretches=found, steps=counted, in_turn=config.get("turns", ()),
     )  # fmt: skip
 
 
-def _micro_batch_tokens(graph: Mapping[str, Any], trainer: str) -> int:
-    knobs: Mapping[str, Any] = next((node.get("knobs", {}) for node in graph["nodes"] if node["name"] == trainer), {})
-    told = str(knobs.get("micro_batch_tokens", ""))
-    return int(told) if told.isdecimal() else 0
+def _knob(node: Mapping[str, Any], name: str, otherwise: int) -> int:
+    """A whole number that a node declares."""
+    told = str(node.get("knobs", {}).get(name, ""))
+    return int(told) if told.isdecimal() else otherwise
 
 
 def _texts(folder: RunFolder, steps: Sequence[int]) -> tuple[float, Lengths, float]:

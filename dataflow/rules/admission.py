@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from dataflow.records import AnyArray
+from dataflow.rules.room import starts
 from dataflow.staleness import Bound, admit
 
 
@@ -64,9 +65,14 @@ class Admission(Generic[G]):
 
     def has_due(self, version: int, dropped: int) -> bool:
         """Whether the first group of some source may start under weights of this version."""
-        return any(
-            queue and self.may_start(source, queue[0], version, dropped) for source, queue in self.sources.items()
-        )
+        return bool(self.due(version, dropped))
+
+    def due(self, version: int, dropped: int) -> list[G]:
+        """The first group of each source, where it may start under weights of this version."""
+        return [
+            queue[0] for source, queue in self.sources.items()
+            if queue and self.may_start(source, queue[0], version, dropped)
+        ]  # fmt: skip
 
     def may_go_on(self, source: str, group: G, versions: AnyArray, newest: int, dropped: int) -> bool:
         """Whether one of its rollouts may go on that earlier processes began, its tokens drawn by these versions [n].
@@ -88,8 +94,7 @@ class Admission(Generic[G]):
     ) -> Iterator[tuple[str, G, int]]:  # fmt: skip
         """Source, group and how many of its rollouts start now; a group leaves its queue once all have started.
 
-        A group waits until all its rollouts fit, unless it is larger than a quarter of the slots or nothing else
-        is at work: then it starts in parts.
+        A group waits until `starts` lets it, in parts if need be.
 
         free: slots that rollouts may start in. idle: nothing is at work. fit: how many of so many rollouts of a
         group fit into memory beside what this call has yielded; at least 1 when idle. prepare: called before a group
@@ -102,7 +107,7 @@ class Admission(Generic[G]):
                 prepare(group)
                 wanted = group.unstarted
                 count = fit(group, min(wanted, free))
-                if count < wanted and not (count and (idle or wanted * 4 > slots)):
+                if not starts(count, wanted, idle=idle, slots=slots):
                     return
                 if count == wanted:
                     queue.popleft()

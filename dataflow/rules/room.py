@@ -29,3 +29,13 @@ def row_room(groups: int, group_rows: int, held: int, *, is_ready: bool) -> int:
     groups: that may wait; group_rows: rows of one; held: rows that wait; is_ready: whether the next group is there.
     """
     return max(0 if is_ready else 1, groups * group_rows - held)
+
+
+def starts(count: int, wanted: int, *, idle: bool, slots: int) -> bool:
+    """Whether a group starts of which so many rollouts fit of those that it wants: it waits until all do, unless it is
+    larger than a quarter of the slots or nothing else is at work (idle).
+
+    >>> starts(8, 8, idle=False, slots=64), starts(7, 8, idle=False, slots=64), starts(7, 8, idle=True, slots=64)
+    (True, False, True)
+    """
+    return count >= wanted or (count > 0 and (idle or wanted * 4 > slots))

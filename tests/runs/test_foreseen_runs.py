@@ -51,15 +51,24 @@ def test_a_rule_that_is_changed_changes_the_run_and_its_simulation(
     assert before == (BOUND, BOUND) and after == (BOUND - 1, BOUND - 1)
 
 
+@scorer(name="reward", concurrency=3, processes=2)
+def pooled(completion: str) -> float:
+    """Several calls at once."""
+    return float(len(completion))
+
+
 def test_a_run_folder_calibrates_and_says_what_was_foreseen(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dataflow.scheduler.execute.activity_every", lambda seconds: 0.0)
     foreseen: dict[str, Any] = {"step_s": 0.5, "efficiency": 1.0, "staleness_mean": 1.5}
     made = run(
-        tiny_graph(policy, max_staleness=0), steps=16, on=inline(), runs=tmp_path, quiet=True, foreseen=foreseen
+        tiny_graph(policy, max_staleness=0, scorers=(pooled,)), steps=16, on=inline(), runs=tmp_path, quiet=True,
+        foreseen=foreseen,
     )  # fmt: skip
     seen = look(made.folder)
+    assert seen.calls_at_once["reward"] == 6 and seen.calls_at_once["advantage"] == 1
+    assert seen.scorers == {"reward", "advantage"}
     assert (seen.group_size, seen.prompts_per_step, seen.max_staleness) == (4, 4, 0)
     assert seen.stretches["generator"] and 0 < seen.efficiency <= 1 and 0 < seen.computed <= 1.01
     out = tmp_path / "constants.json"

@@ -27,11 +27,11 @@ class Processors:
 class Event:
     """Something that will happen, unless it is cancelled."""
 
-    __slots__ = ("act", "amount", "begun", "shared")
+    __slots__ = ("act", "shared")
 
-    def __init__(self, act: Callable[[], None], amount: float, begun: float, shared: int) -> None:
+    def __init__(self, act: Callable[[], None], shared: int) -> None:
         self.act: Callable[[], None] | None = act
-        self.amount, self.begun, self.shared = amount, begun, shared
+        self.shared = shared
 
 
 class Clock:
@@ -45,40 +45,48 @@ class Clock:
         self._shared: list[tuple[float, int, Event]] = []
         self._order = count()
 
+    def reading(self, shared: int) -> float:
+        """Seconds that have passed; shared: of work."""
+        return self._work if shared else self.now
+
     def after(self, seconds: float, act: Callable[[], None], *, shared: int = 0) -> Event:
         """Act after so many seconds; shared: after so many of work, for which so many processors are taken from now on,
         one for each of the processes that work together."""
-        event = Event(act, seconds, self._work if shared else self.now, shared)
-        heapq.heappush(self._shared if shared else self._own, (event.begun + seconds, next(self._order), event))
+        return self.at(self.reading(shared) + seconds, act, shared=shared)
+
+    def at(self, reading: float, act: Callable[[], None], *, shared: int = 0) -> Event:
+        """As `after`, once so many seconds have passed since the beginning."""
+        event = Event(act, shared)
+        heapq.heappush(self._shared if shared else self._own, (reading, next(self._order), event))
         self._busy += shared
         return event
 
-    def cancel(self, event: Event) -> float:
-        """Take an event back; which share of its seconds have passed."""
+    def cancel(self, event: Event) -> None:
+        """Take an event back."""
         event.act = None
         self._busy -= event.shared
-        passed = (self._work if event.shared else self.now) - event.begun
-        return min(1.0, passed / event.amount) if event.amount else 1.0
 
     def next(self) -> bool:
         """Let time pass until the next event, and act; False where there is none."""
-        for heap in (self._own, self._shared):
-            while heap and heap[0][2].act is None:
-                heapq.heappop(heap)
-        if not self._own and not self._shared:
-            return False
-        if not self._shared:
-            self.now, _, event = heapq.heappop(self._own)
-        else:
+        own, shared = self._own, self._shared
+        while own and own[0][2].act is None:
+            heapq.heappop(own)
+        while shared and shared[0][2].act is None:
+            heapq.heappop(shared)
+        if shared:
             speed = self._processors.speed(self._busy)
-            at = self.now + (self._shared[0][0] - self._work) / speed
-            if self._own and self._own[0][0] <= at:
-                at, _, event = heapq.heappop(self._own)
+            at = self.now + (shared[0][0] - self._work) / speed
+            if own and own[0][0] <= at:
+                at, _, event = heapq.heappop(own)
                 self._work += (at - self.now) * speed
             else:
-                self._work, _, event = heapq.heappop(self._shared)
+                self._work, _, event = heapq.heappop(shared)
                 self._busy -= event.shared
             self.now = at
+        elif own:
+            self.now, _, event = heapq.heappop(own)
+        else:
+            return False
         act, event.act = event.act, None
         assert act is not None, "cancelled events are passed over"
         act()

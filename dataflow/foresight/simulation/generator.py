@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from operator import itemgetter
 
 from dataflow.foresight.simulation.clock import Clock, Event
 from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import GeneratorCosts, Scenario
+from dataflow.foresight.simulation.stretch import Ending, Stretch, carried_on, turns_of
 from dataflow.foresight.simulation.usage import Usage
 from dataflow.rules.admission import Admission
 from dataflow.rules.leave import LINGER_STEPS, enough, leaves
+from dataflow.rules.room import starts
 from dataflow.staleness import Bound
 
 SOURCE = "prompts"
 
 
-class _Turns(NamedTuple):
-    """What a rollout has yet to say."""
-
-    strides: tuple[int, ...]
-    """Of each turn."""
-    context: float
-    """Tokens that stand before the next."""
-
-    @staticmethod
-    def of(strides: int, turns: int, context: float) -> _Turns:
-        """So many strides in turns of like length, of one at least."""
-        if turns == 1:
-            return _Turns((max(strides, 1),), context)
-        share, more = divmod(max(strides, turns), turns)
-        return _Turns(tuple(share + (at < more) for at in range(turns)), context)
-
-
 class SimulatedReplica:
-    """Time is counted in strides of `scenario.stride` decode steps: one of n strides that starts at s ends at s + n."""
+    """Time is counted in strides of `scenario.stride` decode steps: one of n strides that starts at s ends at s + n.
+
+    Of rollouts that end most change nothing but how many are carried on: there is one event for as many of them as
+    end until groups leave, or whoever waits may start."""
 
     def __init__(
         self, scenario: Scenario, costs: GeneratorCosts, clock: Clock, bound: Bound, lengths: Iterator[int],
@@ -53,11 +42,11 @@ class SimulatedReplica:
         self._offered = 0
         self._at = 0
         """Strides that it has made."""
-        self._ends: list[tuple[int, int, SimulatedGroup, float, _Turns]] = []
-        """Of each live rollout: the stride at which its turn ends, its number, its group, the tokens that it would have
-        had at stride 0, the turns that are to come."""
-        self._back: list[tuple[SimulatedGroup, _Turns]] = []
-        """Rollouts whose world has answered, and that have no slot yet."""
+        self._ends: list[Ending] = []
+        """Live rollouts, those first whose turn ends first."""
+        self._back: deque[tuple[SimulatedGroup, float, Sequence[int]]] = deque()
+        """Rollouts whose world has answered, and that have no slot yet: tokens before their next turn, strides of all
+        that are to come."""
         self._away: Counter[SimulatedGroup] = Counter()
         """Groups of rollouts that wait for the world."""
         self._lives = 0
@@ -69,24 +58,21 @@ class SimulatedReplica:
         self._complete: list[SimulatedGroup] = []
         self._since = 0
         """Stride at whose end the first of them was complete."""
-        self._linger = max(1, LINGER_STEPS // scenario.stride)
-        self._step_s = self._costs.step_s.tolist()
-        self._slots = self._costs.slots
+        self._linger = -(-LINGER_STEPS // scenario.stride)
+        self._step_s = costs.step_s.tolist()
+        self._slots = costs.slots
         self._enough = enough(self._slots, scenario.group_size)
         self._owed_s = 0.0
         """Of work that the next decode step is to wait for."""
         self._event: Event | None = None
-        self._target = 0
+        self._stretches: list[Stretch] = []
+        """Until that."""
         self._alive = True
 
-    @property
-    def live(self) -> int:
-        """Rollouts that are decoded."""
-        return len(self._ends)
-
-    def push(self, group: SimulatedGroup) -> None:
-        """A prompt came, or one that is to begin anew."""
-        self.admission.add(SOURCE, group)
+    def push(self, groups: Sequence[SimulatedGroup]) -> None:
+        """Prompts came, or some that are to begin anew."""
+        for group in groups:
+            self.admission.add(SOURCE, group)
         self.poke()
 
     def offer(self, version: int) -> None:
@@ -98,17 +84,20 @@ class SimulatedReplica:
         """Something has changed: go on with what is there now."""
         if not self._alive:
             return
-        if self._event is not None:
-            if not self._may_change():
-                return
-            steps = self._target - self._at
-            passed = self._clock.cancel(self._event) * steps
-            made = min(steps, math.ceil(passed - 1e-6))  # the stride under way is made
-            self._owed_s = (made - passed) * self._event.amount / steps if steps else 0.0
-            self._at += made
-            self._event = None
-            self._usage.ends()
-        self._go_on()
+        if self._event is None:
+            self._go_on()
+            return
+        wanted = self._wanted()
+        if not wanted and self._offered <= self.version:
+            return
+        now, stretches = self._clock.reading(self._costs.shared), self._stretches
+        under_way = min(bisect_right(stretches, now, key=itemgetter(0)), len(stretches) - 1)
+        live = len(self._ends) - (stretches[under_way - 1][1] if under_way else 0)
+        if self._offered > self.version or live < self._slots:
+            self._stop(under_way, now)
+            self._go_on()
+        else:
+            self._stop_early(under_way, wanted)
 
     def fail(self) -> list[SimulatedGroup]:
         """Lose all rollouts; their groups."""
@@ -117,9 +106,10 @@ class SimulatedReplica:
             self._event = None
             self._usage.ends()
         lost = {id(group): group for _, _, group, *_ in self._ends} | {id(group): group for group in self._complete}
-        lost |= {id(group): group for group in (*self._away, *(group for group, _ in self._back))}
+        lost |= {id(group): group for group in (*self._away, *(group for group, *_ in self._back))}
         self._ends, self._complete, self._looks_back, self._alive = [], [], 0.0, False
-        self._back, self._away, self._lives = [], Counter(), self._lives + 1
+        self._owed_s = 0.0
+        self._back, self._away, self._lives = deque(), Counter(), self._lives + 1
         queue = self.admission.sources.get(SOURCE, ())
         part = [group for group in queue if group.from_versions]
         for group in part:
@@ -132,65 +122,103 @@ class SimulatedReplica:
         self.version = self._offered
         self._go_on()
 
-    def _may_change(self) -> bool:
-        """Whether what came cannot wait for the end of the stretch of decode steps under way."""
-        if self._offered > self.version:
-            return True
-        is_due = bool(self._back) or self.admission.has_due(self.version, self._dropped())
-        return len(self._ends) < self._slots and is_due
+    def _wanted(self) -> int:
+        """Slots that whoever is next waits for; 0: nobody may start under this version."""
+        if self._back:
+            return 1
+        due = self.admission.due(self.version, self._dropped())
+        return due[0].unstarted if due else 0
+
+    def _stop(self, under_way: int, now: float) -> None:
+        """Carry rollouts on no further than to the end of the stride under way."""
+        assert self._event is not None, "something is under way"
+        self._clock.cancel(self._event)
+        self._event = None
+        self._usage.ends()
+        until, _, strides, owed_s, seconds = self._stretches[under_way]
+        if under_way:
+            _, ended, self._at, *_ = self._stretches[under_way - 1]
+            self._end(ended)
+        passed = now - (until - seconds)
+        if passed < owed_s:
+            self._owed_s = owed_s - passed
+        elif seconds > owed_s:
+            stride_s = (seconds - owed_s) / (strides - self._at)
+            made = min(strides - self._at, math.ceil((passed - owed_s) / stride_s - 1e-6))
+            self._owed_s = max(0.0, made * stride_s - (passed - owed_s))
+            self._at += made
+        else:
+            self._at, self._owed_s = strides, 0.0
+
+    def _stop_early(self, under_way: int, wanted: int) -> None:
+        """Stop where slots become free that are waited for since now."""
+        assert self._event is not None, "something is under way"
+        for number, (until, ended, *_) in enumerate(self._stretches[under_way:-1], under_way):
+            if self._lets_in(ended, wanted):
+                self._clock.cancel(self._event)
+                del self._stretches[number + 1 :]
+                self._event = self._clock.at(until, self._reached, shared=self._costs.shared)
+                return
+
+    def _lets_in(self, ended: int, wanted: int) -> bool:
+        """Whether somebody who waits for so many slots may start once so many live rollouts have ended."""
+        free = self._slots - len(self._ends) + ended
+        return wanted > 0 and starts(min(wanted, free), wanted, idle=ended == len(self._ends), slots=self._slots)
 
     def _go_on(self) -> None:
-        costs = self._costs
+        costs, stride = self._costs, self._scenario.stride
         if self._offered > self.version:
             self.version = self._offered
             self._owed_s += costs.adopt_s
         self._admit()
-        live = self.live
-        if not live:
+        if not self._ends:
             if self._complete:
                 self._send()
             return
-        target = self._ends[0][0]
-        if self._complete:
-            target = min(target, max(self._since + self._linger, self._at))
-        steps = (target - self._at) * self._scenario.stride
-        context = self._looks_back + live * (self._at * self._scenario.stride + steps / 2)
-        seconds = self._owed_s + steps * (self._step_s[live] + costs.context_s * context)
-        self._target = target
+        wanted = self._wanted()
+        self._stretches = carried_on(
+            self._ends, costs, self._step_s, stride, at=self._at, now=self._clock.reading(costs.shared),
+            owed_s=self._owed_s, looks_back=self._looks_back, linger=self._linger,
+            until=max(self._since + self._linger, self._at) if self._complete else None,
+            few=self._enough - len(self._complete),
+            stops=(lambda ended: self._lets_in(ended, wanted)) if wanted else None,
+        )  # fmt: skip
         self._usage.begins()
-        self._event = self._clock.after(seconds, self._reached, shared=costs.shared)
+        self._event = self._clock.at(self._stretches[-1][0], self._reached, shared=costs.shared)
 
     def _admit(self) -> None:
-        scenario = self._scenario
-        while self._back and len(self._ends) < self._slots:
-            self._begin(*self._back.pop(0))
-        free = self._slots - len(self._ends)
-        if not free or not len(self.admission):
-            return
-        for _, group, count in self.admission.start(
-            free=free, slots=self._slots, idle=not self._ends, version=self.version, dropped=self._dropped(),
-            fit=lambda group, wanted: wanted,
-        ):  # fmt: skip
-            if not group.from_versions:
-                self._owed_s += self._costs.prompt_s
-            group.unstarted -= count
-            group.from_versions.append((self.version, count))
-            for _ in range(count):
-                turns = _Turns.of(next(self._lengths), scenario.turns, scenario.prompt_tokens)
-                group.tokens += sum(turns.strides) * scenario.stride
-                self._begin(group, turns)
+        scenario, ends = self._scenario, self._ends
+        begun = len(ends)
+        while self._back and len(ends) < self._slots:
+            group, context, turns = self._back.popleft()
+            self._begin(group, context, [turns])
+        free = self._slots - len(ends)
+        if free and self.admission:
+            for _, group, count in self.admission.start(
+                free=free, slots=self._slots, idle=not ends, version=self.version, dropped=self._dropped(),
+                fit=lambda group, wanted: wanted,
+            ):  # fmt: skip
+                if not group.from_versions:
+                    self._owed_s += self._costs.prompt_s
+                group.unstarted -= count
+                group.from_versions.append((self.version, count))
+                rollouts = [turns_of(strides, scenario.turns) for strides in islice(self._lengths, count)]
+                group.tokens += sum(map(sum, rollouts)) * scenario.stride
+                self._begin(group, scenario.prompt_tokens, rollouts)
+        if len(ends) > begun:
+            ends.sort()
 
-    def _begin(self, group: SimulatedGroup, turns: _Turns) -> None:
-        """A turn of a rollout has a slot from now on."""
-        first = turns.strides[0]
-        self._begun += 1
-        stride = self._scenario.stride
-        base = turns.context - self._at * stride
-        left = _Turns(turns.strides[1:], turns.context + first * stride)
-        heapq.heappush(self._ends, (self._at + first, self._begun, group, base, left))
-        self._looks_back += base
+    def _begin(self, group: SimulatedGroup, context: float, rollouts: Sequence[Sequence[int]]) -> None:
+        """Turns of rollouts have slots from now on. rollouts: strides of all turns that are to come."""
+        at, first = self._at, self._begun
+        base = context - at * self._scenario.stride
+        begun = [(at + turns[0], number, group, base, turns[1:]) for number, turns in enumerate(rollouts, first)]
+        group.last = max(group.last, max(begun)[0])
+        self._ends += begun
+        self._begun += len(begun)
+        self._looks_back += base * len(begun)
 
-    def _world(self, group: SimulatedGroup, turns: _Turns) -> None:
+    def _world(self, group: SimulatedGroup, context: float, turns: Sequence[int]) -> None:
         """The world has what the policy said, and will answer."""
         life = self._lives
         self._away[group] += 1
@@ -200,7 +228,7 @@ class SimulatedReplica:
                 self._away[group] -= 1
                 if not self._away[group]:
                     del self._away[group]
-                self._back.append((group, turns))
+                self._back.append((group, context, turns))
                 self.poke()
 
         self._clock.after(self._scenario.world_s, answered)
@@ -208,24 +236,33 @@ class SimulatedReplica:
     def _reached(self) -> None:
         self._event = None
         self._usage.ends()
-        self._owed_s = 0.0
-        self._at = self._target
-        ends, at, stride = self._ends, self._at, self._scenario.stride
-        while ends and ends[0][0] <= at:
-            _, _, group, base, turns = heapq.heappop(ends)
+        stretches = self._stretches
+        _, ended, self._at, *_ = stretches[-1]
+        if len(stretches) > 1:
+            self._end(before := stretches[-2][1])
+            ended -= before
+        self._owed_s = self._costs.rollout_s * self._end(ended)
+        waited = (self._at - self._since) * self._scenario.stride + 1
+        if self._complete and leaves(len(self._complete), waited, enough=self._enough):
+            self._send()
+        self._go_on()
+
+    def _end(self, count: int) -> int:
+        """So many turns end, the first ones; how many rollouts do."""
+        stride, rollouts = self._scenario.stride, 0
+        for end, _, group, base, turns in self._ends[:count]:
             self._looks_back -= base
-            if turns.strides:
-                self._world(group, turns)
+            if turns:
+                self._world(group, base + end * stride, turns)
                 continue
-            self._owed_s += self._costs.rollout_s
+            rollouts += 1
             group.left -= 1
             if not group.left:
                 if not self._complete:
-                    self._since = at
+                    self._since = end
                 self._complete.append(group)
-        if self._complete and leaves(len(self._complete), (at - self._since) * stride + 1, enough=self._enough):
-            self._send()
-        self._go_on()
+        del self._ends[:count]
+        return rollouts
 
     def _send(self) -> None:
         complete, self._complete = self._complete, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dataflow.foresight.simulation.clock import Clock
 from dataflow.foresight.simulation.groups import SimulatedGroup
@@ -15,7 +15,8 @@ class SimulatedScorer:
     """One that computes does a group at a time; one that waits has `at_once` calls open."""
 
     def __init__(
-        self, costs: ScorerCosts, rows: int, clock: Clock, usage: Usage, out: Callable[[SimulatedGroup], None],
+        self, costs: ScorerCosts, rows: int, clock: Clock, usage: Usage,
+        out: Callable[[Sequence[SimulatedGroup]], None],
         *, shared: bool,
     ) -> None:  # fmt: skip
         """rows: of a group. shared: whether it computes on the processors that others share."""
@@ -27,28 +28,29 @@ class SimulatedScorer:
         """When the calls that are open leave room for another group."""
         self._open = 0
 
-    def push(self, group: SimulatedGroup) -> None:
-        """Take a group in."""
-        costs = self._costs
-        if costs.row_s <= 0:
-            self._out(group)
-        elif costs.waits:
-            self._free_at = max(self._free_at, self._clock.now) + self._rows * costs.row_s / costs.at_once
-            done = max(self._free_at, self._clock.now + costs.row_s)
-            if not self._open:
-                self._usage.begins()
-            self._open += 1
-            self._clock.after(done - self._clock.now, lambda: self._answered(group))
-        else:
-            self._queue.append(group)
+    def push(self, groups: Sequence[SimulatedGroup]) -> None:
+        """Take groups in."""
+        if not self._costs.waits:
+            self._queue.extend(groups)
             if not self._is_busy:
                 self._begin()
+            return
+        for group in groups:
+            self._ask(group)
+
+    def _ask(self, group: SimulatedGroup) -> None:
+        costs, now = self._costs, self._clock.now
+        self._free_at = max(self._free_at, now) + self._rows * costs.row_s / costs.at_once
+        if not self._open:
+            self._usage.begins()
+        self._open += 1
+        self._clock.at(max(self._free_at, now + costs.row_s), lambda: self._answered(group))
 
     def _answered(self, group: SimulatedGroup) -> None:
         self._open -= 1
         if not self._open:
             self._usage.ends()
-        self._out(group)
+        self._out([group])
 
     def _begin(self) -> None:
         self._is_busy = True
@@ -62,4 +64,4 @@ class SimulatedScorer:
         group = self._queue.popleft()
         if self._queue:
             self._begin()
-        self._out(group)
+        self._out([group])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,8 +65,16 @@ class Simulated:
 
 
 def simulate(scenario: Scenario) -> Simulated:
-    """Run it to its last step. GraphError where it comes to a standstill, or needs more than 50 million events."""
-    return _World(scenario).run()
+    """Run it to its last step. GraphError where it comes to a standstill, or needs more than 50 million events.
+
+    Python looks for no rings of objects meanwhile: there are none among the many that come and go."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _World(scenario).run()
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _World:
@@ -80,7 +89,7 @@ class _World:
         self._replicas = [
             SimulatedReplica(
                 scenario, scenario.costs_of(number), clock, bound, lengths,
-                self._used(_name("generator", number, scenario.replicas)), self._score, lambda: self._told,
+                self._used(_name("generator", number, scenario.replicas)), self._pass_on, lambda: self._told,
             )
             for number in range(scenario.replicas)
         ]  # fmt: skip
@@ -88,6 +97,8 @@ class _World:
         self._trainer = SimulatedTrainer(
             scenario, clock, self._used("trainer"), self._publish, self._settle, first=self._first
         )  # fmt: skip
+        self._hops: list[int] = []
+        """Before each of these scorers, and before the trainer: those that take no time are hops alone."""
         self._scorers = self._chain()
         self._dropping = 1 - math.prod(1 - costs.drops for costs in scenario.scorers.values())
         self._following = 0
@@ -140,21 +151,24 @@ class _World:
 
     def _chain(self) -> list[SimulatedScorer]:
         found: list[SimulatedScorer] = []
-        names = list(self._scenario.scorers)
-        for at, name in enumerate(names):
-            costs = self._scenario.scorers[name]
+        hops = 1
+        for name, costs in self._scenario.scorers.items():
+            usage = self._used(name)
+            if costs.row_s <= 0:
+                hops += 1
+                continue
+            self._hops.append(hops)
+            hops = 1
             found.append(SimulatedScorer(
-                costs, self._scenario.group_size, self._clock, self._used(name),
-                lambda group, at=at: self._hop(lambda: self._pass_on(group, at + 1)),  # type: ignore[misc]
+                costs, self._scenario.group_size, self._clock, usage, partial(self._pass_on, to=len(found) + 1),
                 shared=bool(self._scenario.generator.shared),
             ))  # fmt: skip
+        self._hops.append(hops)
         return found
 
-    def _hop(self, act: Callable[[], None]) -> None:
-        if self._scenario.hop_s:
-            self._clock.after(self._scenario.hop_s, act)
-        else:
-            act()
+    def _hop(self, act: Callable[[], None], hops: int = 1) -> None:
+        """Act when that is there, and never at once: whoever sends may be in the middle of something."""
+        self._clock.after(hops * self._scenario.hop_s, act)
 
     def _issue(self) -> None:
         scenario = self._scenario
@@ -173,21 +187,17 @@ class _World:
             ]
             self._following += count
             self._without_outcome[number] += count
-            self._hop(partial(self._arrive, number, groups))
+            self._hop(partial(self._replicas[number].push, groups))
 
-    def _arrive(self, number: int, groups: Sequence[SimulatedGroup]) -> None:
-        for group in groups:
-            self._replicas[number].push(group)
+    def _pass_on(self, groups: Sequence[SimulatedGroup], to: int = 0) -> None:
+        """Send groups to the scorer of this number, or behind the last one to the trainer."""
+        receive = self._scorers[to].push if to < len(self._scorers) else self._train
+        self._hop(partial(receive, groups), self._hops[to])
 
-    def _score(self, groups: list[SimulatedGroup]) -> None:
-        for group in groups:
-            self._hop(partial(self._pass_on, group, 0))
-
-    def _pass_on(self, group: SimulatedGroup, at: int) -> None:
-        if at < len(self._scorers):
-            self._scorers[at].push(group)
-        else:
-            self._trainer.push(group, drop=self._dropping > 0 and self._random.random() < self._dropping)
+    def _train(self, groups: Sequence[SimulatedGroup]) -> None:
+        self._trainer.push([
+            (group, self._dropping > 0 and self._random.random() < self._dropping) for group in groups
+        ])  # fmt: skip
 
     def _publish(self, version: int) -> None:
         for replica in self._replicas:
@@ -225,7 +235,7 @@ class _World:
             replica.restart()
             for group in lost:
                 group.again(self._scenario.group_size)
-                replica.push(group)
+            replica.push(lost)
             self._doom(number)
 
         self._clock.after(self._scenario.failures.restart_s, back)

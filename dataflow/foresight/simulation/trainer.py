@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -43,9 +43,9 @@ class SimulatedTrainer:
         self.dropped: Counter[str] = Counter()
         """Groups by reason."""
 
-    def push(self, group: SimulatedGroup, *, drop: bool) -> None:
-        """A group came; drop: an operator on its way has given it up."""
-        self._arrivals.append((group, drop))
+    def push(self, arrivals: Iterable[tuple[SimulatedGroup, bool]]) -> None:
+        """Groups came, and whether an operator on their way has given them up."""
+        self._arrivals.extend(arrivals)
         self.go_on()
 
     def go_on(self) -> None:
@@ -60,9 +60,9 @@ class SimulatedTrainer:
                 return
             self._let_in()
             group, drop = found
-            oldest = np.array([version for version, _ in group.from_versions])
+            oldest = np.asarray(group.from_versions[0][0])  # it began before the others
             reason = "filtered" if drop else ""
-            if not reason and sweep(oldest, self.steps, scenario.max_staleness).any():
+            if not reason and sweep(oldest, self.steps, scenario.max_staleness):
                 reason = "stale"
             if reason:
                 self.dropped[reason] += 1

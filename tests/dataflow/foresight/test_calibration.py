@@ -252,6 +252,20 @@ def test_constants_go_into_a_file_and_come_back(tmp_path: Path) -> None:
             read_constants(str(tmp_path / "c.json"))
 
 
+def test_processes_of_a_scorer_take_as_long_for_a_row_as_a_call_does_and_bound_a_run_apart_from_their_worker() -> None:
+    """32 calls of 50 ms at once are 640 rows in a second; rows that came, and wait, are not counted."""
+    run = made_run(sized(2, 128), mean=8.0, batch=50.0, name="a", idle=0.4)
+    pooled = ActivitySpan(seconds=10.0, busy_s=9.8, beside_s=9.6, steps=0, tokens=0, rows_in=4000, rows_out=6144)
+    light = ActivitySpan(seconds=10.0, busy_s=0.5, steps=0, tokens=0, rows_in=6144, rows_out=6144)
+    run = replace(
+        run, stretches={**run.stretches, "reward": [pooled], "advantage": [light]}, calls_at_once={"reward": 32},
+        scorers={"reward", "advantage"},
+        placed={**run.placed, **{node: {"worker": "reward", "replicas": 1} for node in ("reward", "advantage")}},
+    )  # fmt: skip
+    assert calibrate([run]).row_s == {"reward": pytest.approx(0.05, rel=0.01), "advantage": pytest.approx(0.5 / 6144)}
+    assert run.efficiency == pytest.approx(0.98)
+
+
 def test_runs_of_another_kind_of_device_and_no_runs_are_refused() -> None:
     run = made_run(sized(2, 128), mean=8.0, batch=50.0, name="a", gpus=1)
     with pytest.raises(GraphError, match="run 'a' computed on accelerators, but kind is 'cpu'; say which"):

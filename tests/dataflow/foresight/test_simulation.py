@@ -20,6 +20,7 @@ from dataflow.foresight.simulation.scenario import (
     coarse,
 )
 from dataflow.foresight.simulation.simulate import Simulated, counted_from, simulate
+from dataflow.foresight.simulation.stretch import carried_on
 
 
 def scenario(slots: int = 64, **changes: Any) -> Scenario:
@@ -96,11 +97,60 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert (one.step_ends == two.step_ends).all() and one.staleness == two.staleness
 
 
-def test_strides_of_many_decode_steps_change_little() -> None:
+@given(
+    staleness=st.integers(0, 5), replicas=st.integers(1, 3), slots=st.integers(1, 70), mean=st.floats(2, 60),
+    group_size=st.sampled_from([1, 4, 8]), drops=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 1000),
+    train=st.floats(0.001, 0.5), stride=st.integers(1, 5), shared=st.booleans(), together=st.integers(1, 4),
+)  # fmt: skip
+def test_one_event_for_all_that_end_until_somebody_notices_is_as_one_for_each(
+    staleness: int, replicas: int, slots: int, mean: float, group_size: int, drops: float, seed: int, train: float,
+    stride: int, *, shared: bool, together: int,
+) -> None:  # fmt: skip
+    """No two replicas are alike, so that nothing happens at the same time but by chance."""
+    costs = [
+        GeneratorCosts(
+            step_s=(1 + 0.0137 * number) * (1e-3 + 1.03e-5 * np.arange(slots + 1)), context_s=1.1e-7, prompt_s=1.3e-3,
+            rollout_s=1.7e-5, adopt_s=1.9e-3, shared=shared,
+        )
+        for number in range(replicas)
+    ]  # fmt: skip
+    made = scenario(
+        max_staleness=staleness, replicas=replicas, unlike=tuple(costs), generator=costs[0], group_size=group_size,
+        lengths=Lengths.drawn(mean, 300, 1.0), seed=seed, steps=12, stride=stride, prompts_at_once=together,
+        trainer=TrainerCosts(step_s=train, token_s=1e-6, weights_s=0.01, shared=shared), hop_s=1.23e-4,
+        scorers={"reward": ScorerCosts(row_s=1e-4), "filter": ScorerCosts(row_s=0.0, drops=drops)},
+        processors=Processors(cores=2) if shared else Processors(),
+    )  # fmt: skip
+    few = simulate(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "dataflow.foresight.simulation.generator.carried_on",
+            lambda *given, **how: carried_on(*given, **{**how, "stops": lambda ended: True}),
+        )
+        many = simulate(made)
+    assert few.step_ends == pytest.approx(many.step_ends, rel=1e-9)
+    assert (few.staleness, few.dropped) == (many.staleness, many.dropped)
+    assert few.busy == pytest.approx(many.busy, rel=1e-6, abs=1e-9) and few.in_flight == many.in_flight
+
+
+def test_what_a_decode_step_waits_for_is_not_lost_where_it_is_stopped() -> None:
+    """Eight prompts of 10 ms before 100 steps of 1 ms: the trainer's version comes in the middle of them."""
+    costs = GeneratorCosts(step_s=np.full(65, 1e-3), prompt_s=0.01)
+    assert simulate(scenario(generator=costs)).step_s == pytest.approx(0.18, rel=0.01)
+
+
+def test_whoever_is_given_up_at_once_makes_no_replica_work_twice() -> None:
+    """Without seconds on the way, a group that is dropped lets the next one in while the replica hands groups out."""
+    drops = {"scorers": {"filter": ScorerCosts(row_s=0.0, drops=0.3)}, "lengths": Lengths.drawn(60, 300)}
+    at_once, soon = (simulate(scenario(slots=24, steps=60, hop_s=hop_s, **drops)).step_s for hop_s in (0.0, 1e-9))
+    assert at_once == pytest.approx(soon, rel=0.02)
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4, 9])
+def test_strides_of_many_decode_steps_change_little(stride: int) -> None:
     fine = scenario(lengths=Lengths.drawn(320, 2000), steps=40, replicas=2, max_staleness=3)
-    rough = replace(fine, stride=9)
     assert coarse(fine).stride == 1 and coarse(fine, most=200).stride == 9
-    assert simulate(rough).step_s == pytest.approx(simulate(fine).step_s, rel=0.03)
+    assert simulate(replace(fine, stride=stride)).step_s == pytest.approx(simulate(fine).step_s, rel=0.03)
 
 
 @given(steps=st.integers(2, 300), staleness=st.integers(0, 9))
@@ -138,7 +188,8 @@ def test_a_clock_gives_each_of_three_on_two_cores_two_thirds() -> None:
     event = clock.after(9.0, lambda: ended.update(never=0.0))
     while clock.next():
         if clock.now == pytest.approx(3.0) and event.act is not None:
-            assert clock.cancel(event) == pytest.approx(3 / 9)
+            clock.cancel(event)
+            assert clock.reading(shared=0) == clock.now and clock.reading(shared=1) == pytest.approx(2.0)
     assert ended == {"a": pytest.approx(3.0), "b": pytest.approx(3.0), "c": pytest.approx(5.0)}
 
 
