@@ -171,5 +171,7 @@ def test_everything_sent_is_acknowledged_in_the_end_whatever_breaks(
     assert world.receiver.depth == (0, 0)
     acknowledged, received, sent = world.counted()
     assert acknowledged[0] == sum(world.sent)
-    if not {"cut", "restart"} & {action for action, _, _ in events}:
+    # Where another sender joins, credit is taken back, and the answer to who confirms that may come behind what it has
+    # sent meanwhile, which leaves again.
+    if senders == 1 and not {"cut", "restart"} & {action for action, _, _ in events}:
         assert acknowledged == received == sent, "nothing was sent twice"
