@@ -6,12 +6,12 @@ import fcntl
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import where
 from dataflow.folder.ledger import LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
@@ -19,6 +19,7 @@ from dataflow.runs.which import trainers_of
 from dataflow.system.channel import Channel
 from dataflow.trackers import messages
 from dataflow.trackers.chosen import ChosenTracker
+from dataflow.trackers.failure import in_one_line
 from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.samples import table_of
 from dataflow.trackers.tail import FOLDER, RunTail, TrackerPlace
@@ -61,8 +62,9 @@ class TrackerProcess:
                 tracker.finish(self._outcome or "died")
             self._keep(run)
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"[: messages.LONGEST]
-            return self._end(messages.TrackerFailed(call=self._call, error=f"{said} (at {where(error)})"))
+            with contextlib.suppress(OSError):  # the keeper that reads it may be gone
+                traceback.print_exc()
+            return self._end(messages.TrackerFailed(call=self._call, error=in_one_line(error)))
         return self._end(messages.TrackerDone())
 
     def _begin(self, tracker: Tracker) -> TrackedRun:

@@ -81,6 +81,14 @@ def test_one_that_fails_is_tried_again_later_each_time_and_silently(folder: RunF
     assert len(kept.said) == 2 and "it lacks the end of the run: dataflow track" in kept.said[1]
 
 
+def test_what_a_tracker_raised_stands_whole_in_the_log_that_is_named(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Bad(how="raise"))
+    kept.until(lambda: bool(kept.said))
+    assert kept.said[0].endswith(f"; see {folder.path.name}/logs/tracker-Bad.log")
+    log = (folder.logs / "tracker-Bad.log").read_text()
+    assert log.count("Traceback") == 1 and "in _do\n" in log and "ValueError: it does not like that" in log
+
+
 def test_a_tracker_that_is_not_done_at_the_end_is_left_and_the_way_to_go_on_is_said(
     folder: RunFolder, keep: Keep
 ) -> None:  # fmt: skip

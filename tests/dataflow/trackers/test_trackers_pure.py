@@ -16,6 +16,7 @@ from dataflow.folder.socket_folder import CONTROL
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.trackers import PrometheusTracker, StepFigures, WandbTracker
 from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_names
+from dataflow.trackers.failure import in_one_line
 from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.libraries.markdown import table as markdown
 from dataflow.trackers.run_process import RunProcess
@@ -131,6 +132,23 @@ def test_groups_of_steps_that_are_made_again_are_told_again(folder: RunFolder) -
         assert list(watch) == [] and watch.last == {"trainer": 3}
         ledger.commit_step("trainer", 4, version=4, source="prompts", trained=[6, 7])
     assert [g.step for g in watch] == [4]
+
+
+def test_what_a_library_raised_is_said_in_one_line_with_what_it_came_from() -> None:
+    full, wrapped = OSError("database or\ndisk is full"), RuntimeError("INSERT\n" * 500)
+    wrapped.__cause__ = full
+    error = ValueError("could not log")
+    error.__context__ = wrapped
+    full.__context__ = error
+    line = "ValueError: could not log, from OSError: database or disk is full (at unknown line)"
+    assert in_one_line(error) == line, "though they lead to each other"
+    full.__context__ = None
+    said = in_one_line(wrapped)
+    assert "\n" not in said and len(said) < 300
+    assert said.startswith("RuntimeError: INSERT INSERT ") and ", from OSError: database or disk is full" in said
+    error.__suppress_context__ = True
+    assert in_one_line(error) == "ValueError: could not log (at unknown line)"
+    assert in_one_line(OSError("x" * 999)).count("OSError") == 1
 
 
 @pytest.mark.parametrize(
