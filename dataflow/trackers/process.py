@@ -22,6 +22,7 @@ from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.failure import in_one_line
 from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.samples import table_of
+from dataflow.trackers.settling import Settling
 from dataflow.trackers.tail import FOLDER, RunTail, TrackerPlace
 from dataflow.trackers.tracker import StepFigures, TrackedRun, Tracker
 from dataflow.worker.kept_counts import known_edges
@@ -33,10 +34,14 @@ _BATCH = 200
 _ALIVE_S = 0.5
 
 
+class _Leaves(Exception):
+    """The process is to end, and another goes on later."""
+
+
 class TrackerProcess:
     """The loop of one tracker.
 
-    consumes: metrics.jsonl, rollouts, the ledger, activity.jsonl; the word that the run is over
+    consumes: metrics.jsonl, rollouts, the ledger, activity.jsonl; the word that the run is over, or to leave it
     produces: calls of the tracker; how far it has come, in the run folder
     waits for: the tracker, without a bound: its keeper has one; lines, and the end of the run
     unblocked by: the run, its keeper
@@ -45,7 +50,9 @@ class TrackerProcess:
     def __init__(self, folder: RunFolder, chosen: ChosenTracker, channel: Channel[Any]) -> None:
         self._folder, self._chosen, self._channel = folder, chosen, channel
         self._place = TrackerPlace.read_from(folder, chosen.name)
+        self._settling = Settling(0.0, time.monotonic)
         self._outcome: str | None = None
+        self._leaves = False
         self._call, self._alive_at = "", float("-inf")
         self._activity = 0
 
@@ -60,7 +67,10 @@ class TrackerProcess:
             self._follow(tracker, run)
             with self._calling("finish"):
                 tracker.finish(self._outcome or "died")
-            self._keep(run)
+            self._place.kept = run.kept
+            self._place.write_to(self._folder, self._chosen.name)
+        except _Leaves:
+            return self._end(messages.TrackerFailed(call=self._call, error="left"))
         except BaseException as error:
             with contextlib.suppress(OSError):  # the keeper that reads it may be gone
                 traceback.print_exc()
@@ -76,6 +86,7 @@ class TrackerProcess:
         )  # fmt: skip
         told = tracker.start(run)
         self._keep(run)
+        self._settling = Settling(tracker.settles_s, time.monotonic)
         if told:
             self._channel.send(messages.TrackerSees(text=str(told)[: messages.LONGEST]))
         return run
@@ -87,6 +98,9 @@ class TrackerProcess:
         while True:
             is_over = self._outcome is not None  # before the look, so that nothing comes after the last one
             told = self._look(tracker, run, tail, watch)
+            if self._leaves:
+                self._close(tracker)
+                raise _Leaves
             if is_over and not told:
                 return
             if not told:
@@ -101,12 +115,13 @@ class TrackerProcess:
                 try:
                     self._tell(tracker, figures)
                 except Exception:
-                    if told:
-                        self._save(tracker, before)
+                    self._place.kept = before
+                    self._close(tracker)
                     raise
             self._place.read = place
             told += 1
-            if told >= _BATCH:
+            self._hear(0.0)
+            if told >= _BATCH or self._leaves:
                 break
         if watch is not None:
             with contextlib.suppress(LedgerError):
@@ -134,13 +149,14 @@ class TrackerProcess:
             if (table := table_of(self._folder, figures.node, figures.step)) is not None:
                 tracker.rollouts(table)
 
-    def _save(self, tracker: Tracker, kept: dict[str, Any]) -> None:
-        """After a line that failed: what was taken in before it, and can still be brought out, is not told again."""
+    def _close(self, tracker: Tracker) -> None:
+        """Before an end in the midst of the run: what was taken in, and can be brought out, is not told again."""
         call = self._call
         with contextlib.suppress(Exception):
             self._at("flush")
             tracker.flush()
-            self._place.kept = kept
+            self._at("close")
+            tracker.close()
             self._place.write_to(self._folder, self._chosen.name)
         self._call = call
 
@@ -156,13 +172,15 @@ class TrackerProcess:
     def _wait(self) -> None:
         self._at("")
         self._hear(POLL_S)
+        self._settle()
 
     def _hear(self, seconds: float) -> None:
-        """The word that the run is over. Raises EOFError where the keeper is gone."""
+        """The word that the run is over, or to leave. Raises EOFError where the keeper is gone."""
         if self._channel.readable(seconds):
             for message in self._channel.arrived():
                 if isinstance(message, messages.RunIsOver):
                     self._outcome = message.outcome
+                self._leaves |= isinstance(message, messages.LeaveRun)
 
     def _hold(self) -> None:
         """Wait until no other process tells this tracker of this run."""
@@ -182,8 +200,14 @@ class TrackerProcess:
                 return
 
     def _keep(self, run: TrackedRun) -> None:
+        """How far it has come, once that is certain."""
         self._place.kept = run.kept
-        self._place.write_to(self._folder, self._chosen.name)
+        self._settling.reached(self._place)
+        self._settle()
+
+    def _settle(self) -> None:
+        if (place := self._settling.certain()) is not None:
+            place.write_to(self._folder, self._chosen.name)
 
     def _at(self, call: str) -> None:
         now = time.monotonic()

@@ -733,7 +733,7 @@ LEDGER = (
     Law(
         "what a tracker took before it failed is not told again",
         "test_what_a_tracker_took_before_it_failed_is_not_told_again",
-        "dataflow.trackers:TrackerProcess._save",
+        "dataflow.trackers:TrackerProcess._close",
         without("write_to"),
         "that it is kept how far it came",
     ),
