@@ -113,7 +113,11 @@ class TrackerProcess:
             if figures is not None:
                 before = copy.deepcopy(run.kept)
                 try:
-                    self._tell(tracker, figures)
+                    if self._place.figures < place:
+                        self._at("log")
+                        tracker.log(figures)
+                        self._place.figures, before = place, copy.deepcopy(run.kept)
+                    self._tell_rollouts(tracker, figures)
                 except Exception:
                     self._place.kept = before
                     self._close(tracker)
@@ -139,10 +143,8 @@ class TrackerProcess:
             self._channel.send(messages.TrackerToldOf(lines=told))
         return told
 
-    def _tell(self, tracker: Tracker, figures: StepFigures) -> None:
-        """One line, and the rollouts of its step where it is time for some."""
-        self._at("log")
-        tracker.log(figures)
+    def _tell_rollouts(self, tracker: Tracker, figures: StepFigures) -> None:
+        """Those of a line's step, where it is time for some."""
         every = tracker.rollouts_every
         if not figures.is_evaluation and every and (figures.step - 1) % every == 0:
             self._at("rollouts")

@@ -163,6 +163,22 @@ class Refused(Steps):
 
 
 @dataclass(kw_only=True)
+class Tables(Steps):
+    """Takes a table only where there is room, as a file of the run folder says."""
+
+    rollouts_every = 2
+
+    def start(self, run: TrackedRun) -> str:
+        self._room = run.folder / "room"
+        return super().start(run)
+
+    def rollouts(self, table: RolloutTable) -> None:
+        if not self._room.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._put(f"table {table.step}")
+
+
+@dataclass(kw_only=True)
 class Held(Steps):
     """Holds back what it takes, as libraries do that write in threads of their own."""
 

@@ -25,15 +25,17 @@ def made_of(program: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def with_library(name: str) -> Any:
-    """A parameter of a slow test, which is skipped where that is not installed."""
+def with_library(name: str, given: str = "") -> Any:
+    """A parameter of a slow test, which is skipped where that is not installed. given: empty: the library's name."""
     lacks = importlib.util.find_spec(name) is None
     reason = f"{name} is not installed: pip install 'dataflow-rl[{name}]'"
-    return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.skipif(lacks, reason=reason)])
+    return pytest.param(given or name, marks=[pytest.mark.slow, pytest.mark.skipif(lacks, reason=reason)])
 
 
 @pytest.mark.parametrize("kind", ["for_a_while", "to_the_end"])
-@pytest.mark.parametrize("tracker", ["Bulky", with_library("tensorboard"), with_library("mlflow")])
+@pytest.mark.parametrize("tracker", [
+    "Bulky", with_library("tensorboard"), with_library("mlflow"), with_library("mlflow", "mlflow files"),
+])  # fmt: skip
 def test_a_run_whose_tracker_has_a_full_disk_goes_on_and_all_is_told_once_there_is_room(
     tracker: str, kind: str, policy: Path, tmp_path: Path
 ) -> None:  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from bad_trackers import Bad, Groups, Held, Lines, Refused
+from bad_trackers import Bad, Groups, Held, Lines, Refused, Tables
 from tracked_runs import add, line
 
 from dataflow.folder.run_folder import RunFolder
@@ -168,6 +168,20 @@ def steps_of(folder: RunFolder) -> list[str]:
 def has_taken(kept: Any) -> bool:
     """Whether the first tracker was told all that there is."""
     return kept.keeper._kept[0].well_since is not None and kept.in_call("")
+
+
+def test_a_step_whose_rollouts_were_refused_is_told_once_and_they_are_told_later(
+    folder: RunFolder, keep: Keep
+) -> None:  # fmt: skip
+    kept = keep(Tables)
+    for fails, pause in enumerate((10.0, 20.0), 1):
+        kept.until(lambda fails=fails: kept.keeper._kept[0].fails == fails)
+        kept.now += pause
+    assert steps_of(folder) == ["start new", "step 1", "start again"]
+    (folder.path / "room").touch()
+    assert sum("failed in 'rollouts'" in text for text in kept.finish()) == 1
+    rest = ["table 1", "step 2", "step 3", "table 3", "step 4", "step 5", "table 5", "finish finished"]
+    assert [text for text in steps_of(folder) if not text.startswith("start")] == ["step 1", *rest]
 
 
 def test_what_a_tracker_holds_back_it_brings_out_before_trackers_stand_still(folder: RunFolder, keep: Keep) -> None:
