@@ -1,6 +1,7 @@
 """How far a tracker has come for certain, where its library writes later than it takes."""
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,8 @@ class Settling:
 
     def reached(self, place: TrackerPlace) -> None:
         """All up to it was taken in."""
+        if self._settles_s == math.inf:
+            return
         steps = None if place.steps is None else dict(place.steps)
         self._waiting.append((self._clock(), replace(place, kept=copy.deepcopy(place.kept), steps=steps)))
 

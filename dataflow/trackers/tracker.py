@@ -119,8 +119,8 @@ class Tracker:
     rollouts_every: ClassVar[int] = 10
     """Steps from one table of rollouts to the next; 0: none."""
     settles_s: ClassVar[float] = 0.0
-    """Seconds after which what was taken in, and brought out by `flush`, cannot be lost any more: a process that is killed
-    before tells it again."""
+    """Seconds after which what was taken in, and brought out by `flush`, cannot be lost any more; what a process took
+    in less before it was killed is told again. inf: only `close` and `finish` make it certain."""
 
     def missing(self) -> str | None:
         """Why it cannot be used here, in three parts; asked before the run begins. None: it can."""

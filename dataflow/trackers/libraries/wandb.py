@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ STEP = "step"
 FLUSH_S = 1.0
 """Between two writes of its file; its own default is 15."""
 _FLUSH = "x_transaction_log_flush_interval"
-"""A setting that older versions lack: they write when 32 KiB are full."""
+"""A setting that versions before 0.31 lack: they write when 32 KiB are full."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,6 +50,8 @@ class WandbTracker(Tracker):
         if not mode and not _has_key(wandb):
             mode, why = "offline", " (nobody has logged in: wandb login)"
         flush: dict[str, Any] = {_FLUSH: FLUSH_S} if _FLUSH in wandb.Settings.model_fields else {}
+        if not flush:
+            WandbTracker.settles_s = math.inf
         self._run: Any = wandb.init(
             project=run.kept["project"], entity=run.kept["entity"] or None, id=run.kept["id"],
             name=os.environ.get("WANDB_NAME") or run.name,

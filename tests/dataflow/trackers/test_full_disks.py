@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from disks import REFUSED
+from wandb_files import needs_timed_writes
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.timeout(600)]
@@ -47,6 +48,8 @@ def test_a_run_whose_tracker_has_a_full_disk_goes_on_and_all_is_told_once_there_
 def test_a_library_that_writes_later_than_it_takes_has_a_full_disk_and_loses_nothing(
     library: str, kind: str, tmp_path: Path
 ) -> None:  # fmt: skip
+    if library == "wandb":
+        needs_timed_writes()
     made_of("full_library_program.py", kind, library, str(tmp_path))
 
 

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from tracked_runs import STEPS, add
-from wandb_files import history, wandb_records
+from wandb_files import history, needs_timed_writes, wandb_records
 
 from dataflow.folder.run_folder import RunFolder
+from dataflow.system.child import fork
+from dataflow.trackers.settling import Settling
 from dataflow.trackers.tail import TrackerPlace
+from dataflow.trackers.tracker import TrackedRun
 
 Keep = Callable[..., Any]
 pytestmark = pytest.mark.slow
@@ -76,7 +79,31 @@ def test_what_a_killed_tracker_may_not_have_written_is_told_again(
     assert set(steps(library, folder)) == set(range(1, STEPS + 2))
 
 
+def test_a_wandb_that_writes_by_32_kib_is_told_again_all_that_a_killed_process_took(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'dataflow-rl[wandb]'")
+    from dataflow.trackers.libraries import wandb
+
+    monkeypatch.setattr(wandb, "_FLUSH", "x_as_before_0_31")
+    monkeypatch.setenv("HOME", str(folder.path.parent))
+
+    def in_its_process() -> int:
+        tracker = wandb.WandbTracker(mode="offline")
+        tracker.start(TrackedRun(name="r", folder=folder.path, graph={"name": "g"}, config={}, goes_on=False))
+        now = 0.0
+        settling = Settling(tracker.settles_s, lambda: now)
+        settling.reached(TrackerPlace(read=10))
+        now = 1e9
+        tracker.close()
+        return 0 if settling.certain() is None else 1
+
+    assert fork(in_its_process).wait(60.0) == 0
+
+
 def test_what_was_certain_is_not_told_again(library: str, folder: RunFolder, keep: Keep) -> None:
+    if library == "wandb":
+        needs_timed_writes()
     kept = told(library, folder, keep)
     kept.until(lambda: TrackerPlace.read_from(folder, library).read == folder.metrics.stat().st_size)
     os.kill(kept.keeper._kept[0].process.pid, signal.SIGKILL)

@@ -1,7 +1,10 @@
 """What trackers are told: new lines, tables, groups; and which trackers are refused before a run begins."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_
 from dataflow.trackers.failure import in_one_line
 from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.libraries.markdown import table as markdown
+from dataflow.trackers.libraries.room import SPARE_BYTES, check_room
 from dataflow.trackers.run_process import RunProcess
 from dataflow.trackers.samples import table_of
 from dataflow.trackers.tail import RunTail, TrackerPlace
@@ -132,6 +136,25 @@ def test_groups_of_steps_that_are_made_again_are_told_again(folder: RunFolder) -
         assert list(watch) == [] and watch.last == {"trainer": 3}
         ledger.commit_step("trainer", 4, version=4, source="prompts", trained=[6, 7])
     assert [g.step for g in watch] == [4]
+
+
+def test_a_library_that_says_nothing_of_a_full_disk_is_told_nothing_where_there_is_little_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Path] = []
+
+    def disk_usage(path: Path) -> Any:
+        asked.append(path)
+        return SimpleNamespace(free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    free = SPARE_BYTES
+    check_room(tmp_path / "not" / "there yet")
+    assert asked == [tmp_path]
+    free -= 1
+    with pytest.raises(OSError, match="No space left on device: 63 MiB are free, and 64 are needed: '") as caught:
+        check_room(tmp_path)
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_what_a_library_raised_is_said_in_one_line_with_what_it_came_from() -> None:
