@@ -94,14 +94,14 @@ class RunTail:
 
     def __iter__(self) -> Iterator[tuple[int, StepFigures | None]]:
         """What is there now; None for a line that has nothing new, or is no step's."""
-        asked = False
+        has_asked = is_vain = False
         for place, line in self._folder.stream_metrics(self._read):
             step = _step(line)
             found = None
             if step is not None and (kind := self._repeats.look(line, step)) != "same":
-                if not asked:
+                if not has_asked or (step not in self._times and not is_vain):  # it came while others were told
                     self._ask_times(step - 1)
-                    asked = True
+                    has_asked, is_vain = True, step not in self._times
                 found = self._figures(line, step, kind == "otherwise")
             self._read = place
             yield place, found

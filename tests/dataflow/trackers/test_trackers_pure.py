@@ -3,13 +3,14 @@
 import errno
 import json
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bad_trackers import Bad, Lines, NotInstalled, Unfit
-from tracked_runs import EVIL, STEPS, line
+from tracked_runs import EVIL, STEPS, add, line
 
 from dataflow import Graph, inline, run
 from dataflow.errors import GraphError
@@ -48,6 +49,16 @@ def test_each_whole_line_is_told_once_with_its_numbers_and_its_time(folder: RunF
     with folder.metrics.open("a") as file:
         file.write('ss": 9.0}\n')
     assert [(f.step, f.numbers) for f in told(tail)] == [(6, {"loss": 9.0})]
+
+
+def test_a_step_that_is_made_while_others_are_told_has_its_own_time(folder: RunFolder) -> None:
+    now = time.time()
+    steps = iter(RunTail(folder, 0, clock=lambda: now + 1e6))
+    next(steps)
+    add(folder, STEPS + 1)
+    found = [figures for _, figures in steps if figures is not None]
+    assert [each.step for each in found] == list(range(2, STEPS + 2))
+    assert all(each.at < now + 1e5 for each in found), "not that of its telling"
 
 
 def test_a_step_made_again_is_told_again_only_where_it_came_out_otherwise(folder: RunFolder) -> None:
