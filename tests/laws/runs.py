@@ -719,8 +719,8 @@ LEDGER = (
     Law(
         "a step that is made again is told again only where it came out otherwise",
         "test_a_step_made_again_is_told_again_only_where_it_came_out_otherwise",
-        "dataflow.trackers:RunTail.__iter__",
-        always("same"),
+        "dataflow.trackers:Repeats.look",
+        returned("'new' if before is None else 'otherwise'", "same"),
         "the look at what it was before",
     ),
     Law(
