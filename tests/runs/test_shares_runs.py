@@ -113,10 +113,10 @@ SHAPES: dict[str, Callable[[Path, Path], Result]] = {
         tiny_graph(policy, max_staleness=0), steps=120, gpus="shared", runs=runs, quiet=True
     ),
     "two trainers, forward operators, a join": lambda policy, runs: run(
-        actor_and_critic(policy), steps=60, runs=runs, quiet=True
+        actor_and_critic(policy), steps=240, runs=runs, quiet=True
     ),
     "episodes": lambda policy, runs: run(
-        episode_graph(policy, talk, reward, eval_every=20), steps=60, runs=runs, quiet=True
+        episode_graph(policy, talk, reward, eval_every=20), steps=180, runs=runs, quiet=True
     ),
 }  # fmt: skip
 
