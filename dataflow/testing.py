@@ -201,7 +201,7 @@ class _Count(_Sleeps):
         self._step = 0 if context.ledger is None else context.ledger.last_step(context.node)
         self._cursor = self._step * operator.prompts_per_step
         self._source = ""
-        self._done = False
+        self._done = self._is_last
         self._asked = self._answered = 0
 
     def room(self) -> int:
@@ -234,9 +234,14 @@ class _Count(_Sleeps):
             line = {"step": self._step, "node": context.node, "version": self._step, "dropped": {}}
             line["lr"] = self._knobs.at(self._step).lr
             context.folder.append_metrics(line)
-        self._done = self._step == context.steps
+        self._done = self._is_last
         self._acknowledge()
         return []
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the run has made its last step, maybe before this process began."""
+        return self._context.steps is not None and self._step >= self._context.steps
 
     def pending(self) -> int:
         return len(self._wanted())

@@ -18,7 +18,7 @@ from typing import Any
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
-from dataflow.system.child import Forked, describe_status, fork
+from dataflow.system.child import Forked, describe_status, ended_within, fork
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.messages import MessageError
 from dataflow.trackers import messages
@@ -26,6 +26,8 @@ from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.process import track
 
 SEND_S = 5.0
+LEAVE_S = 3.0
+"""For trackers that are to leave the run before its end; then they are killed."""
 AGAIN_S = 10.0
 """Before the first try after one that failed; then twice as long each time."""
 SPARE_BYTES = 1 << 30
@@ -68,7 +70,7 @@ class TrackerKeeper:
 
     consumes: what trackers' processes say and print; the word that the run is over, by `end`
     produces: processes; sentences for people, each once
-    waits for: trackers, at most as long as one look takes
+    waits for: trackers, at most as long as one look takes; `LEAVE_S` where they are to leave
     unblocked by: trackers; deadlines
     """
 
@@ -120,8 +122,7 @@ class TrackerKeeper:
 
     def close(self) -> None:
         """End what is left of them."""
-        for each in self._kept:
-            self._stop(each)
+        self._leave(self._kept)
 
     def _may_start(self, each: KeptTracker, now: float) -> bool:
         if self._outcome is None:
@@ -154,12 +155,7 @@ class TrackerKeeper:
     def _hear(self, each: KeptTracker) -> None:
         assert each.channel is not None and each.process is not None
         now = self._clock()
-        try:
-            for message in each.channel.arrived():
-                each.heard = now
-                self._take(each, message, now)
-        except (EOFError, MessageError, OSError):
-            pass  # its end is seen below
+        self._take_all(each, now)
         status = each.process.poll()
         if status is not None:
             self._ended(each, status)
@@ -167,6 +163,14 @@ class TrackerKeeper:
             what = f"has been in '{each.call}'" if each.call else "was not heard"
             self._stop(each)
             self._failed(each, f"{what} for {self._limits.track_s:.0f} s, and was ended")
+
+    def _take_all(self, each: KeptTracker, now: float) -> None:
+        """What it has said."""
+        assert each.channel is not None
+        with contextlib.suppress(EOFError, MessageError, OSError):  # its end is seen elsewhere
+            for message in each.channel.arrived():
+                each.heard = now
+                self._take(each, message, now)
 
     def _take(self, each: KeptTracker, message: Any, now: float) -> None:
         match message:
@@ -187,6 +191,7 @@ class TrackerKeeper:
                 each.is_done = True
 
     def _ended(self, each: KeptTracker, status: int) -> None:
+        self._take_all(each, self._clock())  # what it said between the last look and its end
         self._take_prints(each)
         self._stop(each)
         if each.is_done:
@@ -218,6 +223,8 @@ class TrackerKeeper:
         if self._outcome is None:
             return
         is_late = self._clock() >= self._until
+        if is_late:
+            self._leave(self._kept)
         for each in self._kept:
             if each.is_done or not (is_late or (each.process is None and (each.last_try or not self._has_room))):
                 continue
@@ -235,8 +242,7 @@ class TrackerKeeper:
             return
         had, self._has_room = self._has_room, free >= (SPARE_BYTES if self._has_room else 2 * SPARE_BYTES)
         if had and not self._has_room:
-            for each in self._kept:
-                self._stop(each)
+            self._leave(self._kept)
             self._say(
                 f"trackers stand still: the disk of {self._folder.path} has {free / SPARE_BYTES:.1f} GiB free, and the "
                 f"run needs it; they go on where they were once there are 2 GiB"
@@ -258,6 +264,20 @@ class TrackerKeeper:
             else:
                 time.sleep(FLOOD_S)
             each.printed += len(data)
+
+    def _leave(self, all_kept: Sequence[KeptTracker]) -> None:
+        """End them, after they have brought out what they took in, where they can."""
+        for each in all_kept:
+            if each.channel is not None:
+                with contextlib.suppress(OSError):
+                    each.channel.send(messages.LeaveRun())
+        until = time.monotonic() + LEAVE_S
+        for each in all_kept:
+            if each.process is not None:
+                ended_within(each.process, until - time.monotonic())
+            if each.channel is not None:
+                self._take_all(each, self._clock())
+            self._stop(each)
 
     def _stop(self, each: KeptTracker) -> None:
         if each.process is not None:

@@ -58,6 +58,11 @@ class RunIsOver:
     """finished | stopped | failed | died."""
 
 
+@dataclass(frozen=True)
+class LeaveRun:
+    """End, so that another goes on from there later: the run's disk is full, or nobody waits any more."""
+
+
 # From the run to the keeper
 
 
@@ -85,6 +90,6 @@ class KeeperSays:
 
 
 TRACKER_CODEC: Codec[Any] = Codec(
-    "tracker", 1, TrackerAt, TrackerSees, TrackerToldOf, TrackerFailed, TrackerDone, RunIsOver
+    "tracker", 1, TrackerAt, TrackerSees, TrackerToldOf, TrackerFailed, TrackerDone, RunIsOver, LeaveRun
 )  # fmt: skip
 KEEPER_CODEC: Codec[Any] = Codec("keeper", 1, KeepTrackers, RunIsOver, KeeperSays)

@@ -6,12 +6,12 @@ import fcntl
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import where
 from dataflow.folder.ledger import LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
@@ -19,8 +19,10 @@ from dataflow.runs.which import trainers_of
 from dataflow.system.channel import Channel
 from dataflow.trackers import messages
 from dataflow.trackers.chosen import ChosenTracker
+from dataflow.trackers.failure import in_one_line
 from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.samples import table_of
+from dataflow.trackers.settling import Settling
 from dataflow.trackers.tail import FOLDER, RunTail, TrackerPlace
 from dataflow.trackers.tracker import StepFigures, TrackedRun, Tracker
 from dataflow.worker.kept_counts import known_edges
@@ -32,10 +34,14 @@ _BATCH = 200
 _ALIVE_S = 0.5
 
 
+class _Leaves(Exception):
+    """The process is to end, and another goes on later."""
+
+
 class TrackerProcess:
     """The loop of one tracker.
 
-    consumes: metrics.jsonl, rollouts, the ledger, activity.jsonl; the word that the run is over
+    consumes: metrics.jsonl, rollouts, the ledger, activity.jsonl; the word that the run is over, or to leave it
     produces: calls of the tracker; how far it has come, in the run folder
     waits for: the tracker, without a bound: its keeper has one; lines, and the end of the run
     unblocked by: the run, its keeper
@@ -44,7 +50,9 @@ class TrackerProcess:
     def __init__(self, folder: RunFolder, chosen: ChosenTracker, channel: Channel[Any]) -> None:
         self._folder, self._chosen, self._channel = folder, chosen, channel
         self._place = TrackerPlace.read_from(folder, chosen.name)
+        self._settling = Settling(0.0, time.monotonic)
         self._outcome: str | None = None
+        self._leaves = False
         self._call, self._alive_at = "", float("-inf")
         self._activity = 0
 
@@ -59,10 +67,14 @@ class TrackerProcess:
             self._follow(tracker, run)
             with self._calling("finish"):
                 tracker.finish(self._outcome or "died")
-            self._keep(run)
+            self._place.kept = run.kept
+            self._place.write_to(self._folder, self._chosen.name)
+        except _Leaves:
+            return self._end(messages.TrackerFailed(call=self._call, error="left"))
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"[: messages.LONGEST]
-            return self._end(messages.TrackerFailed(call=self._call, error=f"{said} (at {where(error)})"))
+            with contextlib.suppress(OSError):  # the keeper that reads it may be gone
+                traceback.print_exc()
+            return self._end(messages.TrackerFailed(call=self._call, error=in_one_line(error)))
         return self._end(messages.TrackerDone())
 
     def _begin(self, tracker: Tracker) -> TrackedRun:
@@ -74,6 +86,7 @@ class TrackerProcess:
         )  # fmt: skip
         told = tracker.start(run)
         self._keep(run)
+        self._settling = Settling(tracker.settles_s, time.monotonic)
         if told:
             self._channel.send(messages.TrackerSees(text=str(told)[: messages.LONGEST]))
         return run
@@ -85,6 +98,9 @@ class TrackerProcess:
         while True:
             is_over = self._outcome is not None  # before the look, so that nothing comes after the last one
             told = self._look(tracker, run, tail, watch)
+            if self._leaves:
+                self._close(tracker)
+                raise _Leaves
             if is_over and not told:
                 return
             if not told:
@@ -97,14 +113,19 @@ class TrackerProcess:
             if figures is not None:
                 before = copy.deepcopy(run.kept)
                 try:
-                    self._tell(tracker, figures)
+                    if self._place.figures < place:
+                        self._at("log")
+                        tracker.log(figures)
+                        self._place.figures, before = place, copy.deepcopy(run.kept)
+                    self._tell_rollouts(tracker, figures)
                 except Exception:
-                    if told:
-                        self._save(tracker, before)
+                    self._place.kept = before
+                    self._close(tracker)
                     raise
             self._place.read = place
             told += 1
-            if told >= _BATCH:
+            self._hear(0.0)
+            if told >= _BATCH or self._leaves:
                 break
         if watch is not None:
             with contextlib.suppress(LedgerError):
@@ -122,23 +143,22 @@ class TrackerProcess:
             self._channel.send(messages.TrackerToldOf(lines=told))
         return told
 
-    def _tell(self, tracker: Tracker, figures: StepFigures) -> None:
-        """One line, and the rollouts of its step where it is time for some."""
-        self._at("log")
-        tracker.log(figures)
+    def _tell_rollouts(self, tracker: Tracker, figures: StepFigures) -> None:
+        """Those of a line's step, where it is time for some."""
         every = tracker.rollouts_every
         if not figures.is_evaluation and every and (figures.step - 1) % every == 0:
             self._at("rollouts")
             if (table := table_of(self._folder, figures.node, figures.step)) is not None:
                 tracker.rollouts(table)
 
-    def _save(self, tracker: Tracker, kept: dict[str, Any]) -> None:
-        """After a line that failed: what was taken in before it, and can still be brought out, is not told again."""
+    def _close(self, tracker: Tracker) -> None:
+        """Before an end in the midst of the run: what was taken in, and can be brought out, is not told again."""
         call = self._call
         with contextlib.suppress(Exception):
             self._at("flush")
             tracker.flush()
-            self._place.kept = kept
+            self._at("close")
+            tracker.close()
             self._place.write_to(self._folder, self._chosen.name)
         self._call = call
 
@@ -154,13 +174,15 @@ class TrackerProcess:
     def _wait(self) -> None:
         self._at("")
         self._hear(POLL_S)
+        self._settle()
 
     def _hear(self, seconds: float) -> None:
-        """The word that the run is over. Raises EOFError where the keeper is gone."""
+        """The word that the run is over, or to leave. Raises EOFError where the keeper is gone."""
         if self._channel.readable(seconds):
             for message in self._channel.arrived():
                 if isinstance(message, messages.RunIsOver):
                     self._outcome = message.outcome
+                self._leaves |= isinstance(message, messages.LeaveRun)
 
     def _hold(self) -> None:
         """Wait until no other process tells this tracker of this run."""
@@ -180,8 +202,14 @@ class TrackerProcess:
                 return
 
     def _keep(self, run: TrackedRun) -> None:
+        """How far it has come, once that is certain."""
         self._place.kept = run.kept
-        self._place.write_to(self._folder, self._chosen.name)
+        self._settling.reached(self._place)
+        self._settle()
+
+    def _settle(self) -> None:
+        if (place := self._settling.certain()) is not None:
+            place.write_to(self._folder, self._chosen.name)
 
     def _at(self, call: str) -> None:
         now = time.monotonic()

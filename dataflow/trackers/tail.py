@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dataflow.folder.ledger import Ledger, LedgerError
@@ -29,6 +29,8 @@ class TrackerPlace:
 
     read: int = 0
     """Bytes of metrics.jsonl that it was told."""
+    figures: int = 0
+    """The byte up to which it was told all but the rollouts of the last line, where these were refused; else 0."""
     kept: dict[str, Any] | None = None
     """As `TrackedRun.kept`; None: it was never started."""
     steps: dict[str, int] | None = None
@@ -37,14 +39,17 @@ class TrackerPlace:
     @classmethod
     def read_from(cls, folder: RunFolder, name: str) -> "TrackerPlace":
         """As the file has it; at the beginning where there is none."""
-        found = folder.read_json(f"{FOLDER}/{name}.json", {"read": int, "kept": _MAP, "steps": _MAP})
-        return cls(read=max(0, found.get("read", 0)), kept=found.get("kept"), steps=found.get("steps"))
+        found = folder.read_json(f"{FOLDER}/{name}.json", {"read": int, "figures": int, "kept": _MAP, "steps": _MAP})
+        return cls(
+            read=max(0, found.get("read", 0)), figures=found.get("figures", 0), kept=found.get("kept"),
+            steps=found.get("steps"),
+        )  # fmt: skip
 
     def write_to(self, folder: RunFolder, name: str) -> None:
         """Keep it. A disk that refuses that is told once; then a later tracker tells some lines again."""
         with contextlib.suppress(OSError):
             (folder.path / FOLDER).mkdir(exist_ok=True)
-        folder.write_json(f"{FOLDER}/{name}.json", {"read": self.read, "kept": self.kept, "steps": self.steps})
+        folder.write_json(f"{FOLDER}/{name}.json", asdict(self))
 
 
 class Repeats:
@@ -89,14 +94,14 @@ class RunTail:
 
     def __iter__(self) -> Iterator[tuple[int, StepFigures | None]]:
         """What is there now; None for a line that has nothing new, or is no step's."""
-        asked = False
+        has_asked = is_vain = False
         for place, line in self._folder.stream_metrics(self._read):
             step = _step(line)
             found = None
             if step is not None and (kind := self._repeats.look(line, step)) != "same":
-                if not asked:
+                if not has_asked or (step not in self._times and not is_vain):  # it came while others were told
                     self._ask_times(step - 1)
-                    asked = True
+                    has_asked, is_vain = True, step not in self._times
                 found = self._figures(line, step, kind == "otherwise")
             self._read = place
             yield place, found

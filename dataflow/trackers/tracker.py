@@ -118,6 +118,9 @@ class Tracker:
     """Whether `activity` is called, and `crossed`."""
     rollouts_every: ClassVar[int] = 10
     """Steps from one table of rollouts to the next; 0: none."""
+    settles_s: ClassVar[float] = 0.0
+    """Seconds after which what was taken in, and brought out by `flush`, cannot be lost any more; what a process took
+    in less before it was killed is told again. inf: only `close` and `finish` make it certain."""
 
     def missing(self) -> str | None:
         """Why it cannot be used here, in three parts; asked before the run begins. None: it can."""
@@ -150,6 +153,9 @@ class Tracker:
 
     def flush(self) -> None:
         """Bring out what was taken in; called when there is nothing more for now."""
+
+    def close(self) -> None:
+        """The process ends before the run does, and another goes on later: bring out what is held back, for certain."""
 
     def finish(self, outcome: str) -> None:
         """The run is over: finished | stopped | failed | died."""

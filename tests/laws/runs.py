@@ -719,8 +719,8 @@ LEDGER = (
     Law(
         "a step that is made again is told again only where it came out otherwise",
         "test_a_step_made_again_is_told_again_only_where_it_came_out_otherwise",
-        "dataflow.trackers:RunTail.__iter__",
-        always("same"),
+        "dataflow.trackers:Repeats.look",
+        returned("'new' if before is None else 'otherwise'", "same"),
         "the look at what it was before",
     ),
     Law(
@@ -733,9 +733,37 @@ LEDGER = (
     Law(
         "what a tracker took before it failed is not told again",
         "test_what_a_tracker_took_before_it_failed_is_not_told_again",
-        "dataflow.trackers:TrackerProcess._save",
+        "dataflow.trackers:TrackerProcess._close",
         without("write_to"),
         "that it is kept how far it came",
+    ),
+    Law(
+        "what a tracker holds back it brings out before trackers stand still",
+        "test_what_a_tracker_holds_back_it_brings_out_before_trackers_stand_still",
+        "dataflow.trackers:TrackerKeeper._leave",
+        without("send"),
+        "the word to leave",
+    ),
+    Law(
+        "what a killed tracker may not have written is told again",
+        "test_what_a_killed_tracker_held_back_is_told_again",
+        "dataflow.trackers:Settling.certain",
+        lacking("_settles_s"),
+        "the time until it is certain",
+    ),
+    Law(
+        "a step whose rollouts a tracker refuses is told once",
+        "test_a_step_whose_rollouts_were_refused_is_told_once_and_they_are_told_later",
+        "dataflow.trackers:TrackerProcess._look",
+        always("_place", "figures"),
+        "that its figures were told",
+    ),
+    Law(
+        "who loses what a full disk refuses is told nothing where there is little room",
+        "test_a_library_that_says_nothing_of_a_full_disk_is_told_nothing_where_there_is_little_room",
+        "dataflow.trackers:check_room",
+        never("SPARE_BYTES"),
+        "the bound",
     ),
     Law(
         "a run that another scheduler leads has its trackers kept by that one",

@@ -75,12 +75,6 @@ async def talk(chat: Any, answer: str) -> float:
     return float(answer)
 
 
-@scorer(isolate=False)
-def talked(talk: float) -> float:
-    """What the world said."""
-    return talk
-
-
 def actor_and_critic(policy: Path) -> Graph:
     """Each trained on the rows of one generator, which a reference and the critic look at side by side."""
     g, model, expected = Graph("two"), Model(str(policy)), Model(str(policy), head="value", name="critic")
@@ -119,10 +113,10 @@ SHAPES: dict[str, Callable[[Path, Path], Result]] = {
         tiny_graph(policy, max_staleness=0), steps=120, gpus="shared", runs=runs, quiet=True
     ),
     "two trainers, forward operators, a join": lambda policy, runs: run(
-        actor_and_critic(policy), steps=60, runs=runs, quiet=True
+        actor_and_critic(policy), steps=240, runs=runs, quiet=True
     ),
     "episodes": lambda policy, runs: run(
-        episode_graph(policy, talk, talked, eval_every=20), steps=60, runs=runs, quiet=True
+        episode_graph(policy, talk, reward, eval_every=20), steps=180, runs=runs, quiet=True
     ),
 }  # fmt: skip
 

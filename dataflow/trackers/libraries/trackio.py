@@ -3,8 +3,10 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+from dataflow.trackers.libraries.room import check_room
 from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tracker
 
 
@@ -18,13 +20,17 @@ class TrackioTracker(Tracker):
     space_id: str = ""
     """Of a Hugging Face Space that is to show it; empty: TRACKIO_SPACE_ID, or this machine alone."""
 
+    settles_s: ClassVar[float] = 2.0
     packages: ClassVar[Sequence[str]] = ("trackio",)
     extra: ClassVar[str] = "trackio"
 
     def start(self, run: TrackedRun) -> str:
         """Begin the run there, or go on with the one of that name."""
         import trackio
+        from trackio.utils import TRACKIO_DIR
 
+        self._folder = Path(TRACKIO_DIR)
+        check_room(self._folder)
         self._trackio: Any = trackio
         wanted = self.project or os.environ.get("TRACKIO_PROJECT") or str(run.graph.get("name"))
         project = run.kept.setdefault("project", wanted)
@@ -37,12 +43,17 @@ class TrackioTracker(Tracker):
 
     def log(self, figures: StepFigures) -> None:
         """A row."""
+        check_room(self._folder)
         self._trackio.log(dict(figures.numbers), step=figures.step)
 
     def rollouts(self, table: RolloutTable) -> None:
         """A table."""
         made = self._trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
         self._trackio.log({"rollouts": made}, step=table.step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._trackio.finish()
 
     def finish(self, outcome: str) -> None:
         """Write what is left."""

@@ -2,14 +2,20 @@
 
 import contextlib
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from dataflow.trackers.libraries.room import check_room
 from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tracker
 
 STEP = "step"
+FLUSH_S = 1.0
+"""Between two writes of its file; its own default is 15."""
+_FLUSH = "x_transaction_log_flush_interval"
+"""A setting that versions before 0.31 lack: they write when 32 KiB are full."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -24,6 +30,7 @@ class WandbTracker(Tracker):
     mode: str = ""
     """online | offline | shared; empty: WANDB_MODE; where that is empty too and nobody has logged in, offline."""
 
+    settles_s: ClassVar[float] = FLUSH_S + 1.0
     packages: ClassVar[Sequence[str]] = ("wandb",)
     extra: ClassVar[str] = "wandb"
 
@@ -31,7 +38,8 @@ class WandbTracker(Tracker):
         """Begin the run there, or go on with it under its id."""
         import wandb
 
-        self._wandb = wandb
+        self._wandb, self._folder = wandb, run.folder / "wandb"
+        check_room(self._folder)
         named = f"{run.name} {run.config.get('begun')}"  # the same also where a start was cut short
         run.kept.setdefault("id", hashlib.sha256(named.encode()).hexdigest()[:12])
         project = self.project or os.environ.get("WANDB_PROJECT") or str(run.graph.get("name"))
@@ -41,13 +49,16 @@ class WandbTracker(Tracker):
         why = ""
         if not mode and not _has_key(wandb):
             mode, why = "offline", " (nobody has logged in: wandb login)"
+        flush: dict[str, Any] = {_FLUSH: FLUSH_S} if _FLUSH in wandb.Settings.model_fields else {}
+        if not flush:
+            WandbTracker.settles_s = math.inf
         self._run: Any = wandb.init(
             project=run.kept["project"], entity=run.kept["entity"] or None, id=run.kept["id"],
             name=os.environ.get("WANDB_NAME") or run.name,
             dir=str(run.folder), resume="allow", mode=mode or None, config={**run.knobs, "edges": run.edges},
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, save_code=False,
-                x_disable_stats=True, quiet=True,
+                x_disable_stats=True, quiet=True, **flush,
             ),
         )  # fmt: skip
         self._run.define_metric(STEP)
@@ -61,6 +72,7 @@ class WandbTracker(Tracker):
 
     def log(self, figures: StepFigures) -> None:
         """A line of its history."""
+        check_room(self._folder)
         self._run.log({STEP: figures.step, **figures.numbers})
 
     def rollouts(self, table: RolloutTable) -> None:
@@ -68,6 +80,10 @@ class WandbTracker(Tracker):
         rows = [list(row) for row in table.rows]
         made = self._wandb.Table(columns=list(table.columns), data=rows, allow_mixed_types=True)
         self._run.log({STEP: table.step, "rollouts": made})
+
+    def close(self) -> None:
+        """Write what is left; until it goes on the run is shown as failed."""
+        self._run.finish(exit_code=1)
 
     def finish(self, outcome: str) -> None:
         """End the run there; a failed one is shown as failed."""

@@ -95,6 +95,13 @@ def test_a_run_that_ended_before_it_did_anything_starts_from_the_beginning(tmp_p
     assert folder.read_json("config.json")["seed"] == 5
 
 
+def test_a_run_that_was_cut_off_after_its_last_step_makes_no_more_and_ends(tmp_path: Path) -> None:
+    result = finished(tmp_path)
+    RunFolder.open(result.folder).write_json("times.json", {"outcome": "died"})
+    again = resumed(result)
+    assert (again.steps, again.verdict.clean) == (3, True)
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no run folder at"):
         run(fake_graph(), on=inline(), resume=tmp_path / "none", quiet=True)

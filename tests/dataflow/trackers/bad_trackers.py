@@ -163,6 +163,52 @@ class Refused(Steps):
 
 
 @dataclass(kw_only=True)
+class Tables(Steps):
+    """Takes a table only where there is room, as a file of the run folder says."""
+
+    rollouts_every = 2
+
+    def start(self, run: TrackedRun) -> str:
+        self._room = run.folder / "room"
+        return super().start(run)
+
+    def rollouts(self, table: RolloutTable) -> None:
+        if not self._room.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._put(f"table {table.step}")
+
+
+@dataclass(kw_only=True)
+class Held(Steps):
+    """Holds back what it takes, as libraries do that write in threads of their own."""
+
+    takes: int = 1 << 30
+    """Lines, in one process; then it fails."""
+    settles_s = 3600.0
+
+    def start(self, run: TrackedRun) -> str:
+        self._held: list[str] = []
+        return super().start(run)
+
+    def log(self, figures: StepFigures) -> None:
+        if not self.takes:
+            raise ValueError("it takes no more")
+        self.takes -= 1
+        super().log(figures)
+
+    def close(self) -> None:
+        for text in self._held:
+            super()._put(text)
+
+    def finish(self, outcome: str) -> None:
+        self._put(f"finish {outcome}")
+        self.close()
+
+    def _put(self, text: str) -> None:
+        self._held.append(text)
+
+
+@dataclass(kw_only=True)
 class Bulky(Tracker):
     """Writes 16 KiB for each line into a file of its own; what is in it beyond what was kept is cut off."""
 

@@ -32,15 +32,15 @@ class Disk:
         found = os.statvfs(self.path)
         return found.f_bavail * found.f_frsize
 
-    def fill(self) -> None:
-        """Leave nothing of it."""
+    def fill(self, leaves: int = 0) -> None:
+        """Leave nothing of it, or so many bytes."""
         with self._ballast.open("ab", buffering=0) as file:
             try:
-                while True:
+                while not leaves or self.free > leaves:
                     file.write(b"x" * _PAGE)
             except OSError as error:
                 assert error.errno == errno.ENOSPC, error
-        assert self.free == 0, self.free
+        assert self.free <= leaves, self.free
 
     def make_room(self) -> None:
         """Undo that."""

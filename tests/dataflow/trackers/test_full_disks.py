@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from disks import REFUSED
+from wandb_files import needs_timed_writes
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.timeout(600)]
@@ -24,18 +26,31 @@ def made_of(program: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def with_library(name: str, given: str = "") -> Any:
+    """A parameter of a slow test, which is skipped where that is not installed. given: empty: the library's name."""
+    lacks = importlib.util.find_spec(name) is None
+    reason = f"{name} is not installed: pip install 'dataflow-rl[{name}]'"
+    return pytest.param(given or name, marks=[pytest.mark.slow, pytest.mark.skipif(lacks, reason=reason)])
+
+
 @pytest.mark.parametrize("kind", ["for_a_while", "to_the_end"])
-@pytest.mark.parametrize("tracker", ["Bulky", *(
-    pytest.param(library, marks=[pytest.mark.slow, pytest.mark.skipif(
-        importlib.util.find_spec(library) is None,
-        reason=f"{library} is not installed: pip install 'dataflow-rl[{library}]'",
-    )])
-    for library in ("tensorboard", "mlflow")
-)])  # fmt: skip
+@pytest.mark.parametrize("tracker", [
+    "Bulky", with_library("tensorboard"), with_library("mlflow"), with_library("mlflow", "mlflow files"),
+])  # fmt: skip
 def test_a_run_whose_tracker_has_a_full_disk_goes_on_and_all_is_told_once_there_is_room(
     tracker: str, kind: str, policy: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     made_of("full_disk_program.py", kind, tracker, str(tmp_path), str(policy))
+
+
+@pytest.mark.parametrize("kind", ["for_a_while", "at_once", "to_the_end"])
+@pytest.mark.parametrize("library", [with_library("wandb"), with_library("trackio")])
+def test_a_library_that_writes_later_than_it_takes_has_a_full_disk_and_loses_nothing(
+    library: str, kind: str, tmp_path: Path
+) -> None:  # fmt: skip
+    if library == "wandb":
+        needs_timed_writes()
+    made_of("full_library_program.py", kind, library, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["a_moment", "until_it_is_killed", "all_of_it"])

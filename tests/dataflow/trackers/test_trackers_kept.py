@@ -1,11 +1,13 @@
 """The keeper of trackers: whatever one of them does, it is told once, and no line is lost."""
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from bad_trackers import Bad, Groups, Lines, Refused
+from bad_trackers import Bad, Groups, Held, Lines, Refused, Tables
 from tracked_runs import add, line
 
 from dataflow.folder.run_folder import RunFolder
@@ -81,6 +83,14 @@ def test_one_that_fails_is_tried_again_later_each_time_and_silently(folder: RunF
     assert len(kept.said) == 2 and "it lacks the end of the run: dataflow track" in kept.said[1]
 
 
+def test_what_a_tracker_raised_stands_whole_in_the_log_that_is_named(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Bad(how="raise"))
+    kept.until(lambda: bool(kept.said))
+    assert kept.said[0].endswith(f"; see {folder.path.name}/logs/tracker-Bad.log")
+    log = (folder.logs / "tracker-Bad.log").read_text()
+    assert log.count("Traceback") == 1 and "in _do\n" in log and "ValueError: it does not like that" in log
+
+
 def test_a_tracker_that_is_not_done_at_the_end_is_left_and_the_way_to_go_on_is_said(
     folder: RunFolder, keep: Keep
 ) -> None:  # fmt: skip
@@ -148,3 +158,72 @@ def test_what_a_tracker_took_before_it_failed_is_not_told_again(folder: RunFolde
     assert len(said) == 2 and "failed in 'log': OSError: [Errno 28] No space left on device" in said[1]
     steps = [text for text in (folder.path / "steps.txt").read_text().splitlines() if text.startswith("step")]
     assert steps == [f"step {step}" for step in range(1, 6)]
+
+
+def steps_of(folder: RunFolder) -> list[str]:
+    path = folder.path / "steps.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def has_taken(kept: Any) -> bool:
+    """Whether the first tracker was told all that there is."""
+    return kept.keeper._kept[0].well_since is not None and kept.in_call("")
+
+
+def test_a_step_whose_rollouts_were_refused_is_told_once_and_they_are_told_later(
+    folder: RunFolder, keep: Keep
+) -> None:  # fmt: skip
+    kept = keep(Tables)
+    for fails, pause in enumerate((10.0, 20.0), 1):
+        kept.until(lambda fails=fails: kept.keeper._kept[0].fails == fails)
+        kept.now += pause
+    assert steps_of(folder) == ["start new", "step 1", "start again"]
+    (folder.path / "room").touch()
+    assert sum("failed in 'rollouts'" in text for text in kept.finish()) == 1
+    rest = ["table 1", "step 2", "step 3", "table 3", "step 4", "step 5", "table 5", "finish finished"]
+    assert [text for text in steps_of(folder) if not text.startswith("start")] == ["step 1", *rest]
+
+
+def test_what_a_tracker_holds_back_it_brings_out_before_trackers_stand_still(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Held)
+    kept.until(lambda: has_taken(kept))
+    assert steps_of(folder) == [] and TrackerPlace.read_from(folder, "Held").read == 0
+    kept.free, kept.now = 0, kept.now + 1.0
+    kept.until(lambda: len(kept.said) == 2)
+    first = ["start new", *(f"step {step}" for step in range(1, 6))]
+    assert steps_of(folder) == first
+    add(folder, 6)
+    kept.free, kept.now = 2 * SPARE_BYTES, kept.now + 1.0
+    kept.finish()
+    assert steps_of(folder) == [*first, "start again", "step 6", "finish finished"]
+
+
+def test_what_a_tracker_holds_back_it_brings_out_before_it_fails(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Held(takes=3))
+    kept.until(lambda: kept.keeper._kept[0].fails == 1)
+    kept.now += 10.0
+    kept.finish()
+    assert steps_of(folder) == [
+        "start new", "step 1", "step 2", "step 3", "start again", "step 4", "step 5", "finish finished"
+    ]  # fmt: skip
+
+
+def test_what_a_killed_tracker_held_back_is_told_again(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Held)
+    kept.until(lambda: has_taken(kept))
+    process = kept.keeper._kept[0].process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    kept.until(lambda: kept.keeper._kept[0].fails == 1)
+    kept.now += 10.0
+    kept.finish()
+    assert steps_of(folder) == ["start again", *(f"step {step}" for step in range(1, 6)), "finish finished"]
+
+
+def test_who_leaves_a_run_that_is_over_has_brought_out_what_it_held_back(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Held)
+    kept.until(lambda: has_taken(kept))
+    kept.keeper.close()
+    assert steps_of(folder)[-1] == "step 5"
+    assert keep(Held).finish() == ["Held: see steps.txt"]
+    assert [text for text in steps_of(folder) if text.startswith("step")] == [f"step {step}" for step in range(1, 6)]

@@ -1,12 +1,16 @@
 """What trackers are told: new lines, tables, groups; and which trackers are refused before a run begins."""
 
+import errno
 import json
+import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bad_trackers import Bad, Lines, NotInstalled, Unfit
-from tracked_runs import EVIL, STEPS, line
+from tracked_runs import EVIL, STEPS, add, line
 
 from dataflow import Graph, inline, run
 from dataflow.errors import GraphError
@@ -16,8 +20,10 @@ from dataflow.folder.socket_folder import CONTROL
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.trackers import PrometheusTracker, StepFigures, WandbTracker
 from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_names
+from dataflow.trackers.failure import in_one_line
 from dataflow.trackers.group_watch import GroupWatch
 from dataflow.trackers.libraries.markdown import table as markdown
+from dataflow.trackers.libraries.room import SPARE_BYTES, check_room
 from dataflow.trackers.run_process import RunProcess
 from dataflow.trackers.samples import table_of
 from dataflow.trackers.tail import RunTail, TrackerPlace
@@ -43,6 +49,16 @@ def test_each_whole_line_is_told_once_with_its_numbers_and_its_time(folder: RunF
     with folder.metrics.open("a") as file:
         file.write('ss": 9.0}\n')
     assert [(f.step, f.numbers) for f in told(tail)] == [(6, {"loss": 9.0})]
+
+
+def test_a_step_that_is_made_while_others_are_told_has_its_own_time(folder: RunFolder) -> None:
+    now = time.time()
+    steps = iter(RunTail(folder, 0, clock=lambda: now + 1e6))
+    next(steps)
+    add(folder, STEPS + 1)
+    found = [figures for _, figures in steps if figures is not None]
+    assert [each.step for each in found] == list(range(2, STEPS + 2))
+    assert all(each.at < now + 1e5 for each in found), "not that of its telling"
 
 
 def test_a_step_made_again_is_told_again_only_where_it_came_out_otherwise(folder: RunFolder) -> None:
@@ -131,6 +147,42 @@ def test_groups_of_steps_that_are_made_again_are_told_again(folder: RunFolder) -
         assert list(watch) == [] and watch.last == {"trainer": 3}
         ledger.commit_step("trainer", 4, version=4, source="prompts", trained=[6, 7])
     assert [g.step for g in watch] == [4]
+
+
+def test_a_library_that_says_nothing_of_a_full_disk_is_told_nothing_where_there_is_little_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Path] = []
+
+    def disk_usage(path: Path) -> Any:
+        asked.append(path)
+        return SimpleNamespace(free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    free = SPARE_BYTES
+    check_room(tmp_path / "not" / "there yet")
+    assert asked == [tmp_path]
+    free -= 1
+    with pytest.raises(OSError, match="No space left on device: 63 MiB are free, and 64 are needed: '") as caught:
+        check_room(tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_what_a_library_raised_is_said_in_one_line_with_what_it_came_from() -> None:
+    full, wrapped = OSError("database or\ndisk is full"), RuntimeError("INSERT\n" * 500)
+    wrapped.__cause__ = full
+    error = ValueError("could not log")
+    error.__context__ = wrapped
+    full.__context__ = error
+    line = "ValueError: could not log, from OSError: database or disk is full (at unknown line)"
+    assert in_one_line(error) == line, "though they lead to each other"
+    full.__context__ = None
+    said = in_one_line(wrapped)
+    assert "\n" not in said and len(said) < 300
+    assert said.startswith("RuntimeError: INSERT INSERT ") and ", from OSError: database or disk is full" in said
+    error.__suppress_context__ = True
+    assert in_one_line(error) == "ValueError: could not log (at unknown line)"
+    assert in_one_line(OSError("x" * 999)).count("OSError") == 1
 
 
 @pytest.mark.parametrize(

@@ -154,14 +154,17 @@ def test_a_tracker_whose_processes_all_die_with_the_run_is_told_no_step_less(pro
     pytest.param(each, marks=pytest.mark.skipif(
         importlib.util.find_spec(each) is None, reason=f"{each} is not installed: pip install 'dataflow-rl[{each}]'"
     ))
-    for each in ("wandb", "tensorboard")
+    for each in ("wandb", "tensorboard", "trackio", "mlflow")
 ])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
 @pytest.mark.parametrize("how", ["standby", "resume"])
 def test_a_library_goes_on_with_the_same_run(
     how: str, library: str, program: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:  # fmt: skip
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     knobs = {"steps": STEPS, "track": [library]}
     first = program("endless", standby=how == "standby", **knobs)
     under_way(first)
@@ -193,4 +196,28 @@ def steps_of_tensorboard(run: Path) -> list[int]:
     return [each.step for each in seen.Scalars("train/lr")]
 
 
-TOLD: Mapping[str, Callable[[Path], list[int]]] = {"wandb": steps_of_wandb, "tensorboard": steps_of_tensorboard}
+def steps_of_trackio(run: Path) -> list[int]:
+    """Of its database, which stands where the environment says."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (place,) = Path(os.environ["TRACKIO_DIR"]).glob("*.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trackio.sqlite_storage.TRACKIO_DIR", place.parent)
+        return [row["step"] for row in SQLiteStorage.get_logs(place.stem, run.name) if "lr" in row]
+
+
+def steps_of_mlflow(run: Path) -> list[int]:
+    """Of the only run of the only experiment beside its own."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run.parent}/mlflow.db")
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    (found,) = client.search_runs(experiments)
+    assert found.info.status == "FINISHED", found.info.status
+    return [each.step for each in client.get_metric_history(found.info.run_id, "lr")]
+
+
+TOLD: Mapping[str, Callable[[Path], list[int]]] = {
+    "wandb": steps_of_wandb, "tensorboard": steps_of_tensorboard, "trackio": steps_of_trackio,
+    "mlflow": steps_of_mlflow,
+}  # fmt: skip
