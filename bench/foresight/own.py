@@ -58,13 +58,13 @@ class Trial:
 
 
 CALIBRATE = (
-    Trial(name="tiny, synchronous, long", policy="tiny", max_staleness=0, prompts_per_step=24, max_tokens=LONG,
-          steps=24),
+    Trial(name="tiny, staleness 1, long", policy="tiny", max_staleness=1, prompts_per_step=24, max_tokens=LONG,
+          steps=36),
     Trial(name="large, steps of 128 rollouts", policy="large", max_staleness=1, prompts_per_step=16, steps=36),
 )  # fmt: skip
 """They differ in what the constants are to tell apart: sizes of the model and of a step, lengths, and with them the
-batch, which empties in the first one; and whether generator and trainer compute at once, with a thread each, or in
-turn, with all cores. Models that are foreseen are between these two."""
+batch. Generator and trainer compute at once, with a thread each: what they take in turn, with all cores, is assumed.
+Models that are foreseen are between these two."""
 MORE = (
     Trial(name="tiny, steps of 64 rollouts", policy="tiny", prompts_per_step=8, steps=120),
     Trial(name="large, staleness 1, long", policy="large", max_staleness=1, prompts_per_step=16, max_tokens=LONG,
@@ -76,17 +76,21 @@ CUT = (
     Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, prompts_per_step=16, steps=20),
 )
 """They say what ranks on cores take to wait for each other; only the choice of placements needs them."""
-THREADED = (Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),)
-"""It says what becomes of a larger model's processes that have all cores."""
+THREADED = (
+    Trial(name="tiny, two threads, long", policy="tiny", max_staleness=0, prompts_per_step=24, max_tokens=LONG,
+          steps=24),
+    Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),
+)  # fmt: skip
+"""They say what becomes of processes that have all cores."""
 PREDICT = (
-    Trial(name="staleness 0", max_staleness=0, steps=24),
-    Trial(name="staleness 1", max_staleness=1, steps=32),
-    Trial(name="staleness 8", max_staleness=8, steps=46),
-    Trial(name="groups of 4", group_size=4, steps=36),
+    Trial(name="staleness 0", max_staleness=0, steps=36),
+    Trial(name="staleness 1", max_staleness=1, steps=48),
+    Trial(name="staleness 8", max_staleness=8, steps=60),
+    Trial(name="groups of 4", group_size=4, steps=90),
     Trial(name="groups of 16", group_size=16, steps=30),
     Trial(name="64 prompts a step", prompts_per_step=64, steps=28),
     Trial(name="slow scorer", slow=True, steps=28),
-    Trial(name="two generators", replicas=2, steps=32),
+    Trial(name="two generators", replicas=2, steps=48),
     Trial(name="large", policy="large", steps=28),
     Trial(name="large, staleness 1, groups of 16", policy="large", max_staleness=1, group_size=16, steps=18),
     Trial(name="tail", policy="tail", steps=30),

@@ -28,7 +28,7 @@ _RIDGE = 0.01
 """Root of the penalty on coefficients of columns of length 1: little beside what tells columns apart."""
 _NOISE = 0.015
 """Of seconds: two fits that differ by less than that are as good."""
-_ALONE, _ALONE_IS, _ALONE_ABOUT = tuple(1 + number / 20 for number in range(17)), 1.4, 0.15
+_ALONE, _ALONE_IS, _ALONE_ABOUT = tuple(1 + number / 20 for number in range(17)), 1.15, 0.15
 """How much faster one process on cores may be while no other computes: what two share is caches and memory, or the
 core itself, where both are its hardware threads. What it is where runs do not tell, give or take."""
 _PARALLEL, _PARALLEL_ABOUT = tuple(number / 20 for number in range(6, 21)), 0.15
@@ -38,6 +38,8 @@ _CORES_EXCHANGE_S = 150e-6
 _PASSES = "seconds_forward_backward"
 _ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
 """What a line of metrics.jsonl has of a training step."""
+_UNLIKE = 1.5
+"""How many times as long completions of one run are in the mean as those of another, to tell tokens from rows."""
 _MOST_HOP_S, _LITTLE = 0.02, 0.1
 """Between two operators. Share of a step that those between generator and trainer may take, for this to be seen."""
 
@@ -58,13 +60,15 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
             )
     device = device_kind(kind)
     names = ", ".join(run.path.resolve().name for run in runs)
+    row_s, row_token_s = _rows(runs)
     alone, (generator, learner) = _best((_generators(runs, device), _learners(runs, device)), on_cores=kind == "cpu")
     return Constants(
         generator=_generator_rates(generator.found, runs, device), learner=_learner_rates(learner.found, runs, device),
         parallel={
             role: fit.parallel for role, fit in (("generator", generator), ("learner", learner)) if fit.has_threads
         },
-        row_s=_rows(runs), alone=alone, hop_s=_hop_s(runs), computed=float(np.mean([run.computed for run in runs])),
+        row_s=row_s, row_token_s=row_token_s, alone=alone, hop_s=_hop_s(runs),
+        computed=float(np.mean([run.computed for run in runs])),
         source=f"calibrated on {names}",
     )  # fmt: skip
 
@@ -214,9 +218,8 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> _Table:
         learners = Learners(model=run.model, kind=kind, ranks=ranks, dtype=_dtype(kind))
         rollouts, exchanges = run.prompts_per_step * run.group_size, exchanges_of(learners)
         back = run.prompt_tokens + run.lengths.looks_back
-        busy_s, made = (sum(getattr(each, name) for each in run.stretches[run.trainer]) for name in ("busy_s", "steps"))
         told_s = float(np.mean([sum(line[each] for each in (_PASSES, *_ONCE)) for line in run.steps]))
-        untold_s = max(0.0, busy_s / made - told_s)
+        untold_s = max(0.0, _busy(run, run.trainer) * run.step_s - told_s)
         for line in run.steps:
             tokens = line["computed_tokens"]
             passes = learners.passes(rollouts, tokens / rollouts, forward=1.0 + BACKWARD, sequences=1e9)
@@ -280,21 +283,31 @@ def _share(seconds: float) -> float:
     return 1 / seconds if seconds > 1 / _FREE else _FREE
 
 
-def _rows(runs: Sequence[SeenRun]) -> dict[str, float]:
-    """Seconds of a row, by operator without a model: the processes of a scorer are at work with as many rows at once as
-    they have calls."""
-    found: dict[str, NDArray[np.float64]] = {}
+def _rows(runs: Sequence[SeenRun]) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a row, and more for each token of its completion, by operator without a model: the processes of a
+    scorer are at work with as many rows at once as they have calls.
+
+    Runs whose lengths are alike do not tell the two apart: all is the row's."""
+    spent: dict[str, list[tuple[float, float, float]]] = {}
     for run in runs:
         for node, stretches in run.stretches.items():
             if node in (run.generator, run.trainer):
                 continue
             more = run.calls_at_once.get(node, 1) - 1
-            spent = np.array([
-                sum(each.busy_s + more * each.beside_s for each in stretches),
-                sum(each.rows_out if node in run.scorers else each.rows_in for each in stretches),
-            ])  # fmt: skip
-            found[node] = found.get(node, np.zeros(2)) + spent
-    return {node: float(busy / rows) for node, (busy, rows) in found.items() if rows > 0}
+            busy_s = sum(each.busy_s + more * each.beside_s for each in stretches)
+            rows = sum(each.rows_out if node in run.scorers else each.rows_in for each in stretches)
+            if rows > 0:
+                spent.setdefault(node, []).append((busy_s, rows, rows * run.lengths.mean))
+    row_s, token_s = dict[str, float](), dict[str, float]()
+    for node, found in spent.items():
+        busy, rows, tokens = np.array(found).T
+        means = tokens / rows
+        if means.max() < _UNLIKE * means.min():
+            row_s[node] = float(busy.sum() / rows.sum())
+        else:
+            # Each run counts alike, by how far it is off.
+            (row_s[node], token_s[node]), _ = non_negative(np.column_stack([rows, tokens]) / busy[:, None], busy / busy)
+    return {node: float(each) for node, each in row_s.items()}, {node: float(each) for node, each in token_s.items()}
 
 
 def _dtype(kind: DeviceKind) -> str:
@@ -325,7 +338,9 @@ def described(constants: Constants) -> str:
             )
         found.append(f"{'generator' if role == 'generator' else 'trainer'}: {', '.join(spent)}")
     for node, row_s in constants.row_s.items():
-        found.append(f"{node}: {1e6 * row_s:.3g} us a row")
+        token_s = constants.row_token_s.get(node, 0.0)
+        more = f", {1e6 * token_s:.3g} us a token" if token_s else ""
+        found.append(f"{node}: {1e6 * row_s:.3g} us a row{more}")
     if constants.alone > 1:
         found.append(f"a process is {constants.alone:.2f} times as fast while no other computes")
     found.append(f"{1e3 * constants.hop_s:.3g} ms from one operator to the next")

@@ -259,7 +259,7 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
         )
     free = [
         each.name for each in between(ground.graph, ground.maker, ground.trainer)
-        if each.uses is None and each.name not in workload.row_s and each.name not in constants.row_s
+        if each.uses is None and ground.row_s(each.name) is None
     ]  # fmt: skip
     if free:
         found.append(f"no time for {', '.join(free)} (--workload {free[0]}.seconds=.. says otherwise)")
@@ -274,13 +274,12 @@ def _closed(ground: Foreground) -> list[Operation]:
         if operator.uses is not None and (placement.gpus or ground.on_cpu):
             found.append(_operation(operator, placement, ground))
     names = {each.node for each in found}
-    timed = {**ground.constants.row_s, **ground.workload.row_s}
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     for each in between(ground.graph, ground.maker, ground.trainer):
-        if each.name not in names and timed.get(each.name, 0.0) > 0:
+        if each.name not in names and (row_s := ground.row_s(each.name) or 0.0) > 0:
             found.append(Operation(
                 node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need_bytes=None, room_bytes=None,
-                seconds=rollouts * timed[each.name] / each.traits.calls_at_once, waits=each.traits.calls_at_once > 1,
+                seconds=rollouts * row_s / each.traits.calls_at_once, waits=each.traits.calls_at_once > 1,
                 worker="" if isinstance(each, Scorer) and each.isolate else ground.made.placements[each.name].worker,
             ))  # fmt: skip
     return found

@@ -43,8 +43,9 @@ class Rates:
 
 
 ASSUMED = Rates()
-PARALLEL = 0.8
-"""Of so many times the speed, what several threads are assumed to reach in what they share out."""
+PARALLEL = 0.55
+"""Of so many times the speed, what several threads are assumed to reach in what they share out: two of them hardly gain
+on models of a few million parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ class Constants:
     """On cores, by role (generator, learner): of t times the speed, what t threads reach in what they share out."""
     row_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a row, by operator that needs no model."""
+    row_token_s: Mapping[str, float] = field(default_factory=dict)
+    """And more for each token of its completion: it is passed on and read."""
     computed: float = 1.0
     """Tokens that a trainer passes over, of all tokens: prompts that a group shares are one, and a rollout without
     advantage may be left out."""

@@ -27,7 +27,7 @@ from dataflow.foresight.simulation.scenario import (
     coarse,
 )
 from dataflow.foresight.steps import ReplicaTimes, steps_of
-from dataflow.foresight.training import BACKWARD, Learners
+from dataflow.foresight.training import BACKWARD, LAST, Learners
 from dataflow.foresight.workload import CUTS, Workload
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.plan import Plan
@@ -120,8 +120,15 @@ class Foreground:
 
     @property
     def trained_tokens(self) -> float:
-        """Of a rollout, with its share of its group's prompt."""
-        return self.lengths.mean + self.workload.prompt_tokens / self.group_size
+        """Of a rollout, that a trainer may pass over: with its share of its group's prompt, without its last."""
+        return self.lengths.mean - LAST + self.workload.prompt_tokens / self.group_size
+
+    def row_s(self, name: str) -> float | None:
+        """Seconds of a row, of an operator that needs no model; None where nothing says them."""
+        given, constants = self.workload.row_s.get(name), self.constants
+        if given is not None or name not in constants.row_s:
+            return given
+        return constants.row_s[name] + constants.row_token_s.get(name, 0.0) * self.lengths.mean
 
     def rates(self, operator: Operator) -> Rates:
         """Of one that computes with a model; on cores, with the threads that its processes have."""
@@ -302,7 +309,7 @@ def exchanges_of(learners: Learners) -> int:
 
 
 def _scorer_costs(ground: Foreground, operator: Operator) -> ScorerCosts:
-    workload, constants = ground.workload, ground.constants
+    workload = ground.workload
     drops, at_once = workload.drops.get(operator.name, 0.0), operator.traits.calls_at_once
     if operator.uses is not None:
         if not ground.made.placements[operator.name].gpus and not ground.on_cpu:
@@ -313,5 +320,5 @@ def _scorer_costs(ground: Foreground, operator: Operator) -> ScorerCosts:
         tokens = workload.prompt_tokens + ground.lengths.mean
         passes = ground.learners(operator).passes(1.0, tokens, forward=1.0, sequences=1.0)
         return ScorerCosts(row_s=passes.seconds(ground.rates(operator)), drops=drops)
-    row_s = workload.row_s.get(operator.name, constants.row_s.get(operator.name, 0.0))
+    row_s = ground.row_s(operator.name) or 0.0
     return ScorerCosts(row_s=row_s, at_once=at_once, waits=at_once > 1, drops=drops)

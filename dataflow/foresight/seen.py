@@ -17,6 +17,7 @@ from dataflow.errors import GraphError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.foresight.counts import Counts, counts_of
 from dataflow.foresight.lengths import Lengths
+from dataflow.foresight.training import LAST
 from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
 from dataflow.records import MASK, TOKENS, TURN
@@ -123,8 +124,9 @@ class SeenRun:
 
     @property
     def computed(self) -> float:
-        """Tokens that the trainer passed over, of those that there were when each group's prompt is counted once."""
-        there = [line["rollouts"] * line["completion_tokens_mean"] + line["groups"] * self.prompt_tokens
+        """Tokens that the trainer passed over, of those that it may pass over: each group's prompt once, and of each
+        rollout all but the last."""
+        there = [line["rollouts"] * (line["completion_tokens_mean"] - LAST) + line["groups"] * self.prompt_tokens
                  for line in self.steps]  # fmt: skip
         return float(sum(line["computed_tokens"] for line in self.steps) / sum(there))
 

@@ -14,6 +14,8 @@ from dataflow.foresight.parts import Parts
 
 BACKWARD = 2
 """Operations of a backward pass, in forward passes: a product for the inputs and one for the weights."""
+LAST = 1
+"""Token of a rollout that a trainer does not pass over: nothing follows it."""
 STATE_BYTES = 12
 """Of a parameter's optimizer: its value and Adam's two moments, in float32 (Rajbhandari et al., arXiv 1910.02054)."""
 _GRADIENT_BYTES = 4

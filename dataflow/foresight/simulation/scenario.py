@@ -43,7 +43,7 @@ class TrainerCosts:
     """Of a step, besides its rows."""
     rollout_s: float = 0.0
     token_s: float = 0.0
-    """Of each token of completions, and of one prompt for each group."""
+    """Of each token of completions but their last, and of one prompt for each group."""
     weights_s: float = 0.0
     """From there until generators can take it in."""
     shared: int = 0

@@ -11,6 +11,7 @@ from dataflow.foresight.simulation.clock import Clock, Event
 from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import Scenario
 from dataflow.foresight.simulation.usage import Usage
+from dataflow.foresight.training import LAST
 from dataflow.rules.reorder_buffer import InOrder
 from dataflow.rules.room import queue_prompts, row_room
 from dataflow.staleness import sweep
@@ -71,7 +72,7 @@ class SimulatedTrainer:
                 self._groups.append(group)
         costs, size = scenario.trainer, scenario.group_size
         rollouts = size * len(self._groups)
-        tokens = sum(group.tokens + scenario.prompt_tokens for group in self._groups)
+        tokens = sum(group.tokens + scenario.prompt_tokens for group in self._groups) - LAST * rollouts
         seconds = costs.step_s + costs.rollout_s * rollouts + costs.token_s * tokens
         self._usage.begins()
         self._event = self._clock.after(seconds, self._made, shared=costs.shared)
