@@ -302,12 +302,13 @@ def _rows(runs: Sequence[SeenRun]) -> tuple[dict[str, float], dict[str, float]]:
     for node, found in spent.items():
         busy, rows, tokens = np.array(found).T
         means = tokens / rows
-        if means.max() < _UNLIKE * means.min():
+        if means.max() < _UNLIKE * means.min() or not busy.any():
             row_s[node] = float(busy.sum() / rows.sum())
-        else:
-            # Each run counts alike, by how far it is off.
-            (row_s[node], token_s[node]), _ = non_negative(np.column_stack([rows, tokens]) / busy[:, None], busy / busy)
-    return {node: float(each) for node, each in row_s.items()}, {node: float(each) for node, each in token_s.items()}
+            continue
+        weights = 1 / np.maximum(busy, 0.01 * busy.mean())  # each run counts alike, by how far it is off
+        (row, token), _ = non_negative(np.column_stack([rows, tokens]) * weights[:, None], busy * weights)
+        row_s[node], token_s[node] = float(row), float(token)
+    return row_s, token_s
 
 
 def _dtype(kind: DeviceKind) -> str:

@@ -149,7 +149,7 @@ def quantize(
     for low, block in _slices(numbers, values, through):
         high = low + len(block)
         fine = block.abs().amax(-1, keepdim=True) if found is None else found[low:high]
-        # Of a number outside of it a GPU would make the reciprocal, and other last bits than a processor.
+        # By a number of Python's a GPU multiplies its reciprocal, which rounds otherwise than a processor divides.
         fine = (fine / torch.full((), top, device=fine.device)).clamp_(min=TINY)
         if through is torch.bfloat16:
             fine = fine.bfloat16().float()

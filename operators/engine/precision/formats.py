@@ -65,7 +65,7 @@ def pack(
     for low, block in _slices(numbers, values, groups):
         high = low + len(block)
         fine = block.abs().amax(-1, keepdim=True) if largest is None else scales[low:high, :, None]
-        # As in the trainer's encoder: of a number outside of it a GPU would make the reciprocal.
+        # By a tensor, as in the trainer's encoder: both round alike on every device.
         fine = (fine / torch.full((), form.top, device=fine.device)).clamp_(min=TINY)
         if coarse:
             fine = fine.bfloat16().float()

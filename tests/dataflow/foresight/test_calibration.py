@@ -267,6 +267,14 @@ def test_processes_of_a_scorer_take_as_long_for_a_row_as_a_call_does_and_bound_a
     assert run.efficiency == pytest.approx(0.98)
 
 
+def test_steps_that_were_counted_at_the_ends_of_a_stretch_change_nothing() -> None:
+    """Its seconds at work are those of whole steps or not; how many ended in it is off by one."""
+    run = made_run(sized(2, 128), mean=8.0, batch=50.0, name="a")
+    fewer = [replace(each, steps=each.steps - 1) for each in run.stretches["trainer"]]
+    odd = replace(run, stretches={**run.stretches, "trainer": fewer})
+    assert calibrate([odd]).learner == calibrate([run]).learner
+
+
 def test_what_is_passed_on_and_read_costs_by_its_tokens_where_lengths_differ() -> None:
     """20 microseconds a row and 3 a token; of runs of one length all is the row's."""
 
@@ -280,6 +288,11 @@ def test_what_is_passed_on_and_read_costs_by_its_tokens_where_lengths_differ() -
         {"reward": pytest.approx(20e-6)}, {"reward": pytest.approx(3e-6)},
     )  # fmt: skip
     assert "reward: 20 us a row, 3 us a token" in described(found)
+    idle = [ActivitySpan(seconds=10.0, busy_s=0.0, steps=0, tokens=0, rows_in=1000, rows_out=1000)]
+    unseen = replace(run(8.0), stretches={**run(8.0).stretches, "reward": idle})
+    assert 0 <= calibrate([unseen, run(50.0)]).row_token_s["reward"] <= (20e-6 + 150e-6) / 50
+    nothing = replace(run(50.0), stretches={**run(50.0).stretches, "reward": idle})
+    assert calibrate([unseen, nothing]).row_s == {"reward": 0.0}
     alike = calibrate([run(8.0), run(10.0)])
     assert (alike.row_s, alike.row_token_s) == ({"reward": pytest.approx(47e-6)}, {})
 

@@ -64,6 +64,18 @@ def test_a_simulated_step_is_no_shorter_than_its_busiest_operator_and_as_long_as
     assert tails.step_s > found.step_s and tails.spread_s[1] > tails.spread_s[0]
 
 
+def test_a_simulated_trainer_passes_over_as_many_tokens_as_by_closed_forms_also_where_rollouts_are_short(
+    model: Model,
+) -> None:
+    """Of three tokens the last, which nothing follows, is a third."""
+    room, short = read_devices("16xH100"), Workload(mean_tokens=3, prompt_tokens=8, sigma=0.0)
+    closed, found = (
+        foresee(graph(model, 0), room, gpus=EIGHT_AND_EIGHT, workload=short, simulated=each) for each in (False, True)
+    )
+    seconds = [next(each.seconds for each in some.operations if each.node == "trainer") for some in (closed, found)]
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.02)
+
+
 @scorer(isolate=False)
 def short(completion: str) -> float:
     return 1.0
