@@ -219,7 +219,8 @@ def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = N
         trainer=_trainer_costs(ground, shared=shared), turns=ground.turns, world_s=ground.world_s,
         scorers={each.name: _scorer_costs(ground, each) for each in between(graph, ground.maker, trainer)},
         replicas=ground.replicas, in_flight=ground.generator.traits.in_flight, prompts_at_once=into.batch_rows,
-        prompts_without_outcome=into.most_rows, queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
+        prompts_without_outcome=into.most_rows, prompts_slack=into.slack_rows,
+        queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
         processors=Processors(cores=made.devices.cpus, alone=constants.alone) if shared else Processors(),
         failures=failures or Failures(), seed=seed,
     ))  # fmt: skip

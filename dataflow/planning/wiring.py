@@ -48,6 +48,8 @@ class Edge:
     """What travels here: rows that go on, or requests for turns and their answers, which end where they arrive."""
     most_rows: int | None = None
     """Rows that one sender may have under way with all receivers together; None: as many as these give it credit."""
+    slack_rows: int = 0
+    """By so many rows the credit of receivers may differ, and batches go to them in turn all the same."""
 
     @property
     def name(self) -> str:
@@ -101,7 +103,8 @@ def _prompts(graph: Structure, stream: Stream[Any], generator: Operator, bound: 
     however many replicas there are: the first groups of one that leaves or dies then find room with any other, which
     cannot finish the later ones that it has before those. Where nobody is trained all have an outcome soon. A few
     neighbours travel together; of those that have an outcome the source hears at once, but they keep their credit until
-    all do, so a replica has credit for as many times more.
+    all do, so a replica has credit for as many times more. Replicas take turns, whichever of them has just given back
+    credit, so that all work on a step.
     """
     trained = _longest_step(graph, stream.source)
     step = bound.prompts_per_step if bound is not None else trained or _PROMPTS
@@ -110,6 +113,7 @@ def _prompts(graph: Structure, stream: Stream[Any], generator: Operator, bound: 
     return Edge(
         producer=stream.node, consumer=generator.name, source=stream.source, columns=stream.columns,
         capacity_rows=together * most if trained else most, batch_rows=together, most_rows=most if trained else None,
+        slack_rows=step // 2,
     )  # fmt: skip
 
 

@@ -125,7 +125,8 @@ class Ports:
                 sending = functools.partial(
                     Sender, edge=edge.name, sender_id=f"{edge.producer}-{self._settings.replica}",
                     epoch=self._settings.attempt, schema=schema(edge.columns), network=self._to_send,
-                    most_rows=edge.most_rows, peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
+                    most_rows=edge.most_rows, slack_rows=edge.slack_rows,
+                    peer_timeout_s=self._settings.limits.return_s, clock=self._clock,
                     counts=self._counts.edges[edge.name],
                 )  # fmt: skip
                 self._senders[edge.name] = self._sending(edge, addresses[edge.name], sending, host)

@@ -84,14 +84,21 @@ def room_rows(used: Credit, window: Credit) -> int:
     return max(0, free.rows) if free.bytes > 0 else 0
 
 
-def roomiest(rooms: Sequence[int]) -> int | None:
-    """Which receiver takes the next batch: the one with most room in rows, of several the first; None: none has any.
+def next_receiver(rooms: Sequence[int], *, last: int = -1, slack: int = 0) -> int | None:
+    """Which receiver takes the next batch: the next in turn of those whose room in rows is the most, or `slack` less at
+    most; None: none has any.
 
-    >>> roomiest([2, 5, 5]), roomiest([0, 0])
-    (1, None)
+    last: who took the last one. By room alone whoever has just given back all it had would take a whole step's prompts,
+    and others the next one's: they would never work at once.
+
+    >>> next_receiver([2, 5, 5]), next_receiver([2, 5, 5], last=1), next_receiver([2, 5, 5], last=2, slack=3)
+    (1, 2, 0)
+    >>> next_receiver([0, 0]) is None
+    True
     """
-    best = max(range(len(rooms)), key=lambda index: rooms[index], default=0)
-    return best if rooms and rooms[best] > 0 else None
+    least = max(1, max(rooms, default=0) - slack)
+    turns = ((last + turn) % len(rooms) for turn in range(1, len(rooms) + 1))
+    return next((index for index in turns if rooms[index] >= least), None)
 
 
 def allot(capacity: Credit, expected: int, holdings: Mapping[str, Holding]) -> dict[str, Credit]:

@@ -9,7 +9,7 @@ import zmq
 from transport.data import frames
 from transport.data.channel import Network
 from transport.data.counts import EndCounts
-from transport.data.credit import Credit, roomiest
+from transport.data.credit import Credit, next_receiver
 from transport.data.outbox import Outbox, OutgoingBatch
 from transport.data.receiver_peer import ReceiverPeer
 from transport.data.sockets import SocketNetwork
@@ -32,6 +32,7 @@ class ReceiverSet:
         peer_timeout_s: float,
         clock: Callable[[], float],
         most_rows: int | None,
+        slack_rows: int,
         counts: EndCounts | None,
     ) -> None:
         """As `Sender`."""
@@ -39,6 +40,7 @@ class ReceiverSet:
             raise ValueError(f"edge '{edge}' has no receiver; got an empty list; give at least one address")
         self.edge, self.sender_id, self.epoch, self.schema = edge, sender_id, epoch, schema
         self._peer_timeout_s, self._clock, self._most_rows = peer_timeout_s, clock, most_rows
+        self._slack_rows, self._last = slack_rows, -1
         self._network = network or SocketNetwork()
         self.counts = counts or EndCounts()
         """What has crossed the edge, and was let go."""
@@ -139,15 +141,18 @@ class ReceiverSet:
         return [peer for peer in self._peers if not peer.retiring]
 
     def _choose(self, need: Credit) -> ReceiverPeer | None:
-        """Whom a batch goes to now, the one with the most credit; None while there is none. Raises BatchTooLarge."""
+        """Whom a batch goes to now, by credit and in turn; None while there is none. Raises BatchTooLarge."""
         peers = self._staying()
         if self._most_rows is not None and (under_way := self._rows()) and under_way + need.rows > self._most_rows:
             return None
-        found = roomiest([peer.outbox.room(need) for peer in peers])
-        chosen = None if found is None else peers[found]
-        for peer in peers if chosen is None else [chosen]:
-            peer.check_fits(need)
-        return chosen
+        found = next_receiver([peer.outbox.room(need) for peer in peers], last=self._last, slack=self._slack_rows)
+        if found is None:
+            for peer in peers:
+                peer.check_fits(need)
+            return None
+        peers[found].check_fits(need)
+        self._last = found
+        return peers[found]
 
     def _rows(self) -> int:
         """Rows that receivers have and did not acknowledge, alone or with their batch."""

@@ -24,7 +24,7 @@ from transport.errors import TransportError, WaitTimeout
 
 class Sender(ReceiverSet):
     """Sends record batches over one edge, to receivers that come and go; not thread-safe, and it never blocks but in
-    `close`. A batch goes to the receiver with the most credit.
+    `close`. A batch goes to the receiver with the most credit, or in turn where these differ by `slack_rows` at most.
 
     The law: a batch that was taken is at any time with one receiver that has not acknowledged it, or waits here for
     credit of another; it is let go only when it was acknowledged. So none is ever lost. It is acknowledged once, but
@@ -44,6 +44,7 @@ class Sender(ReceiverSet):
         peer_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         most_rows: int | None = None,
+        slack_rows: int = 0,
         counts: EndCounts | None = None,
     ) -> None:
         """Connect to `receivers` (addresses); they may appear later.
@@ -56,7 +57,8 @@ class Sender(ReceiverSet):
         """
         super().__init__(
             edge=edge, sender_id=sender_id, epoch=epoch, schema=schema, receivers=receivers, network=network,
-            peer_timeout_s=peer_timeout_s, clock=clock, most_rows=most_rows, counts=counts,
+            peer_timeout_s=peer_timeout_s, clock=clock, most_rows=most_rows, slack_rows=slack_rows,
+            counts=counts,
         )  # fmt: skip
         self._encoder = frames.BatchEncoder(schema)
         self._ending = False

@@ -100,6 +100,8 @@ class Scenario:
     """Most groups between admission and training; None: as many as max_staleness allows."""
     prompts_at_once: int = 1
     """Prompts that travel together."""
+    prompts_slack: int = 0
+    """By so many may what replicas have differ, and they are sent prompts in turn all the same."""
     prompts_without_outcome: int | None = None
     """Most that the source has sent; None: those of a step more than may be ahead."""
     queue_prompts: int | None = None

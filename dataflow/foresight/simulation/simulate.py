@@ -23,7 +23,7 @@ from dataflow.foresight.simulation.trainer import SimulatedTrainer
 from dataflow.foresight.simulation.usage import Usage
 from dataflow.rules.issue import issue_until
 from dataflow.staleness import Bound, capacity
-from transport.data.credit import roomiest
+from transport.data.credit import next_receiver
 
 _DRAWN = 1 << 16
 _EVENTS = 50_000_000
@@ -107,6 +107,7 @@ class _World:
         self._most = scenario.prompts_without_outcome or capacity(per_step, ahead) + per_step
         self._room = max(1, together * self._most // scenario.replicas)
         """Of each replica, an equal share."""
+        self._last_sent = -1
         self._told = 0
         """Groups given up, as generators know it."""
         self._given_up = 0
@@ -178,14 +179,17 @@ class _World:
             count = min(stop - self._following, scenario.prompts_at_once, left)
             if count <= 0:
                 return
-            number = roomiest([max(0, self._room - held) for held in self._without_outcome])
+            number = next_receiver(
+                [max(0, self._room - held) for held in self._without_outcome],
+                last=self._last_sent, slack=scenario.prompts_slack,
+            )  # fmt: skip
             if number is None:
                 return
             groups = [
                 SimulatedGroup(group_id, scenario.group_size, number)
                 for group_id in range(self._following, self._following + count)
             ]
-            self._following += count
+            self._following, self._last_sent = self._following + count, number
             self._without_outcome[number] += count
             self._hop(partial(self._replicas[number].push, groups))
 

@@ -41,6 +41,7 @@ def test_a_replica_gets_no_more_prompts_than_may_be_in_flight_and_eight_share_a_
     assert in_flight + first.batch_rows <= first.most_rows <= in_flight + prompts_per_step + first.batch_rows
     assert first.capacity_rows == first.batch_rows * first.most_rows, "each may keep the credit of its neighbours"
     assert first.batch_rows == 1 or first.batch_rows * 8 <= prompts_per_step
+    assert first.slack_rows == prompts_per_step // 2, "two replicas share in each step, also where one gives all back"
     assert 8 * held_out.batch_rows <= held_out.capacity_rows
     assert held_out.most_rows is None, "what is trained goes in order, and nothing else"
 

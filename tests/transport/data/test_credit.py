@@ -1,9 +1,13 @@
 """Credit, as arithmetic."""
 
+import random
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.data.credit import NONE, Credit, Holding, allot, cost, may_send, room_rows
+from transport.data.credit import NONE, Credit, Holding, allot, cost, may_send, next_receiver, room_rows
 
 amounts = st.builds(Credit, rows=st.integers(0, 100), bytes=st.integers(0, 1000))
 
@@ -58,3 +62,39 @@ def test_idle_senders_get_equal_shares(known: int, expected: int) -> None:
     windows = allot(Credit(rows=60, bytes=600), expected, {f"s{index}": idle for index in range(known)})
     count = max(known, expected)
     assert set(windows.values()) == {Credit(rows=60 // count, bytes=600 // count)}
+
+
+def largest_shares(receivers: int, slack: int, seed: int) -> list[float]:
+    """Of each step, the share of its prompts that one receiver took; the receivers of a step give their credit back in
+    any order, in parts, as soon as it is trained, and as many prompts follow as are then free."""
+    chance, step, together = random.Random(seed), 32, 4
+    most, last = 2 * step + together, -1
+    held, owners = [0] * receivers, list[int]()
+
+    def issue() -> None:
+        nonlocal last
+        while sum(held) + together <= most:
+            found = next_receiver([together * most - rows for rows in held], last=last, slack=slack)
+            assert found is not None
+            last = found
+            owners.extend([last] * together)
+            held[last] += together
+
+    issue()
+    shares = []
+    for number in range(100):
+        mine = Counter(owners[number * step : (number + 1) * step])
+        shares.append(max(mine.values()) / step)
+        cuts = {each: chance.randint(0, all_of) for each, all_of in mine.items()}
+        parts = [(each, rows) for each, cut in cuts.items() for rows in (cut, mine[each] - cut)]
+        for each, rows in chance.sample(parts, len(parts)):
+            held[each] -= rows
+            issue()
+    return shares
+
+
+@pytest.mark.parametrize("receivers", [2, 4, 8])
+def test_all_receivers_share_in_each_step_in_whatever_order_they_give_back_their_credit(receivers: int) -> None:
+    for seed in range(20):
+        assert max(largest_shares(receivers, 16, seed)) <= 1 / receivers + 4 / 32
+    assert max(largest_shares(receivers, 0, 0)) >= 1.5 / receivers, "by room alone some take the others' share"

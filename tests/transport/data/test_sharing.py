@@ -60,6 +60,19 @@ def test_balanced_batches_go_where_the_most_credit_is(rig: Rig) -> None:
     assert sorted(firsts(got_wide) + firsts(got_narrow)) == list(range(6))
 
 
+def test_one_that_has_given_all_back_does_not_take_the_others_turn(rig: Rig) -> None:
+    busy, idle = rig.receiver(capacity_rows=32), rig.receiver(capacity_rows=32)
+    sender = rig.sender(busy, idle, slack_rows=8)
+    settle(lambda: (busy.poll(), idle.poll(), sender.poll()))
+    assert all(sender.send(make_batch(number)) for number in range(16))
+    held, done = take(busy, 8, sender, ack=False), take(idle, 8, sender)
+    until(lambda: (idle.poll(), sender.poll(), sender.unacknowledged == 8)[2])
+    assert all(sender.send(make_batch(number)) for number in range(16, 32))
+    more_busy, more_idle = take(busy, 8, sender), take(idle, 8, sender)
+    assert sorted(firsts(held) + firsts(done) + firsts(more_busy) + firsts(more_idle)) == list(range(32))
+    assert set(firsts(more_idle)) in ({*range(16, 32, 2)}, {*range(17, 32, 2)})
+
+
 def test_a_sender_whose_end_an_earlier_incarnation_had_need_not_come_again(rig: Rig) -> None:
     receiver = rig.receiver(senders=2)
     sender = rig.sender(receiver, sender_id="second")
