@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
+from dataflow.foresight.fitting import Table, best, non_negative
 from dataflow.foresight.generation import GeneratorReplica
-from dataflow.foresight.least_squares import non_negative
 from dataflow.foresight.rates import ASSUMED, ASSUMED_CONSTANTS, PARALLEL, Constants, Rates
 from dataflow.foresight.scenarios import exchanges_of
-from dataflow.foresight.seen import SeenRun
+from dataflow.foresight.seen import ActivitySpan, Decoded, SeenRun
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.training import BACKWARD, Learners
 
 _FREE = 1e6
 """Share of a rate that is reached where no seconds are seen to depend on it."""
-_RIDGE = 0.01
-"""Root of the penalty on coefficients of columns of length 1: little beside what tells columns apart."""
-_NOISE = 0.015
-"""Of seconds: two fits that differ by less than that are as good."""
-_ALONE, _ALONE_IS, _ALONE_ABOUT = tuple(1 + number / 20 for number in range(17)), 1.15, 0.15
-"""How much faster one process on cores may be while no other computes: what two share is caches and memory, or the
-core itself, where both are its hardware threads. What it is where runs do not tell, give or take."""
-_PARALLEL, _PARALLEL_ABOUT = tuple(number / 20 for number in range(6, 21)), 0.15
-"""What several threads may reach of so many times the speed; give or take."""
-_CORES_EXCHANGE_S = 150e-6
-"""Of two processes on cores, assumed: about what gloo takes for few bytes."""
+_GENERATOR_ON_CORES = (0.275e-3, 4.6e-6, 17e-6, 5.5e-6, 2.0e-3, 0.25, 0.9, 0.36e-9, 0.1e-3)
+_LEARNER_ON_CORES = (5e-3, 2.3e-3, 1.75e-3, 1.0, 105e-9, 1.1, 0.5e-9, 0.2e-3)
+"""Seconds of each column on two cores of an AMD EPYC with AVX-512, by sixty runs of small models together: what runs do
+not tell apart is in proportion to these."""
 _PASSES = "seconds_forward_backward"
 _ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
 """What a line of metrics.jsonl has of a training step."""
@@ -61,7 +55,7 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
     device = device_kind(kind)
     names = ", ".join(run.path.resolve().name for run in runs)
     row_s, row_token_s = _rows(runs)
-    alone, (generator, learner) = _best((_generators(runs, device), _learners(runs, device)), on_cores=kind == "cpu")
+    alone, (generator, learner) = best((_generators(runs, device), _learners(runs, device)), on_cores=kind == "cpu")
     return Constants(
         generator=_generator_rates(generator.found, runs, device), learner=_learner_rates(learner.found, runs, device),
         parallel={
@@ -71,68 +65,6 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
         computed=float(np.mean([run.computed for run in runs])),
         source=f"calibrated on {names}",
     )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """Coefficients of the columns of a table, where several threads are so much faster."""
-
-    found: Sequence[float]
-    parallel: float
-    has_threads: bool
-    missed: float
-    """In units of noise, how far it is from what was seen, and from what is assumed."""
-
-
-@dataclass(kw_only=True)
-class _Table:
-    """Seconds of one kind of operator, and what they were spent on."""
-
-    serial: slice
-    """Columns of what one thread does alone, of several."""
-    shared: slice
-    """Columns of what they share out. The last column is that of their waits for each other."""
-    x: list[Sequence[float]] = field(default_factory=list)
-    y: list[float] = field(default_factory=list)
-    idle: list[float] = field(default_factory=list)
-    """Share of the time in which no other process computed, where that is seen in the seconds."""
-    threads: list[int] = field(default_factory=list)
-
-    def add(self, seconds: float, spent: Sequence[float], *, waits: float, idle: float, threads: int) -> None:
-        """A row; waits: how often several threads would wait for each other."""
-        self.x.append([*spent, waits if threads > 1 else 0.0])
-        self.y.append(seconds)
-        self.idle.append(idle if threads == 1 else 0.0)
-        self.threads.append(threads)
-
-    def fit(self, alone: float, parallel: float) -> _Fit:
-        """Of seconds beside others, of one thread: `Constants.of` says what becomes of them."""
-        x, threads = np.array(self.x), np.array(self.threads)
-        x[:, self.serial] /= np.where(threads > 1, alone, 1.0)[:, None]
-        x[:, self.shared] /= np.where(threads > 1, threads * parallel, 1.0)[:, None]
-        found, left = _fit(x, np.array(self.y) * (1 + (alone - 1) * np.array(self.idle)))
-        missed = left / _NOISE**2 + ((parallel - PARALLEL) / _PARALLEL_ABOUT) ** 2
-        return _Fit(found=found, parallel=parallel, has_threads=bool((threads > 1).any()), missed=missed)
-
-
-def _best(tables: Sequence[_Table], *, on_cores: bool) -> tuple[float, Sequence[_Fit]]:
-    """How much faster a process is alone, and what fits each table then: where runs do not tell, what is assumed."""
-    if not on_cores:
-        return 1.0, [table.fit(1.0, PARALLEL) for table in tables]
-    best: tuple[float, float, Sequence[_Fit]] | None = None
-    for alone in _ALONE:
-        fits = [
-            min(
-                (table.fit(alone, each) for each in (_PARALLEL if max(table.threads) > 1 else (PARALLEL,))),
-                key=lambda fit: fit.missed,
-            )
-            for table in tables
-        ]  # fmt: skip
-        missed = sum(fit.missed for fit in fits) + ((alone - _ALONE_IS) / _ALONE_ABOUT) ** 2
-        if best is None or missed < best[0]:
-            best = missed, alone, fits
-    assert best is not None, "some are tried"
-    return best[1:]
 
 
 def _busy(run: SeenRun, node: str) -> float:
@@ -150,12 +82,16 @@ def _beside(run: SeenRun, node: str, other: str) -> dict[str, Any]:
     return {"threads": threads, "idle": 1 - _busy(run, other) if run.max_staleness else 1.0}
 
 
-def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> _Table:
-    """Of each stretch its decode steps that began nothing, by about how many rollouts they carried on, and the rest.
+def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> Table:
+    """Of each run its decode steps that began nothing, by about how many rollouts they carried on, and the rest.
 
-    Columns: steps, rollouts in them, those that end; exchanges, memory; products, numbers that are looked at."""
-    table = _Table(serial=slice(0, 3), shared=slice(5, 7))
-    for run in runs:
+    Columns: steps, rollouts in them, those that end, their tokens; exchanges, memory; products, numbers that are looked
+    at."""
+    table = Table(
+        serial=slice(0, 4), shared=slice(6, 8), parallel=PARALLEL["generator"],
+        assumed=_GENERATOR_ON_CORES if kind.name == "cpu" else None,
+    )  # fmt: skip
+    for number, run in enumerate(runs):
         beside = _beside(run, run.generator, run.trainer)
         ranks = int(run.placed[run.generator]["ranks"])
         replica = GeneratorReplica(model=run.model, kind=kind, tensor_parallel=ranks, dtype=_dtype(kind))
@@ -163,38 +99,50 @@ def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> _Table:
 
         def spent(
             steps: float, tokens: float, context: float, ends: float = 0.0, prompts: float = 0.0,
-            replica: GeneratorReplica = replica, once: float = once,
+            run: SeenRun = run, replica: GeneratorReplica = replica, once: float = once,
         ) -> list[float]:  # fmt: skip
             token = replica.step(1.0, context, _NOTHING)
             memory = steps * once + tokens * (token.memory - once)
             return [
-                steps, tokens, ends, steps * replica.exchanges, memory, tokens * token.compute + prompts,
-                replica.looks(tokens, context),
+                steps, tokens, ends, ends * run.lengths.mean, steps * replica.exchanges, memory,
+                tokens * token.compute + prompts, replica.looks(tokens, context),
             ]  # fmt: skip
 
-        for each in run.stretches[run.generator]:
-            steps, tokens, busy_s = each.steps, each.tokens, each.busy_s
-            for size in each.decoded:
-                if size.steps:
-                    context = _context(run, size.rollouts / size.steps)
-                    waits = size.steps if size.rollouts > size.steps else 0.0
-                    table.add(size.seconds, spent(size.steps, size.rollouts, context), waits=waits, **beside)
-                    steps, tokens, busy_s = steps - size.steps, tokens - size.rollouts, busy_s - size.seconds
-            prompts = run.model.forward(each.rows_out / run.group_size * run.prompt_tokens, run.prompt_tokens / 2)
-            prompts /= replica.ranks * kind.rate(replica.dtype)
-            steps, tokens = max(0.0, steps), max(0.0, tokens)
-            rest = spent(steps, tokens, _context(run), each.rows_out, prompts)
-            table.add(max(0.0, busy_s), rest, waits=steps, **beside)
+        spans = run.stretches[run.generator]
+        steps, tokens, ends, busy_s = (
+            sum(getattr(span, name) for span in spans) for name in ("steps", "tokens", "rows_out", "busy_s")
+        )
+        for size in _sizes(spans):
+            context = _context(run, size.rollouts / size.steps)
+            waits = size.steps if size.rollouts > size.steps else 0.0
+            table.add(number, size.seconds, spent(size.steps, size.rollouts, context), waits=waits, **beside)
+            steps, tokens, busy_s = steps - size.steps, tokens - size.rollouts, busy_s - size.seconds
+        prompts = run.model.forward(ends / run.group_size * run.prompt_tokens, run.prompt_tokens / 2)
+        prompts /= replica.ranks * kind.rate(replica.dtype)
+        steps, tokens = max(0.0, steps), max(0.0, tokens)
+        rest = spent(steps, tokens, _context(run), ends, prompts)
+        table.add(number, max(0.0, busy_s), rest, waits=steps, **beside)
     return table
 
 
+def _sizes(spans: Sequence[ActivitySpan]) -> list[Decoded]:
+    """Decode steps of a whole run, by about how many rollouts they carried on, to a power of 2."""
+    found = defaultdict[int, list[Decoded]](list)
+    for each in (size for span in spans for size in span.decoded if size.steps):
+        found[round(math.log2(max(1.0, each.rollouts / each.steps)))].append(each)
+    return [
+        Decoded(**{name: sum(getattr(each, name) for each in alike) for name in ("steps", "rollouts", "seconds")})
+        for alike in found.values()
+    ]
+
+
 def _generator_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
-    step_s, row_s, end_s, exchange_s, memory, compute, look_s, wait_s = found
-    if not any(int(run.placed[run.generator]["ranks"]) > 1 for run in runs):
-        exchange_s = _unseen_exchange_s(kind)
+    step_s, row_s, end_s, end_token_s, exchange_s, memory, compute, look_s, wait_s = found
+    if kind.name != "cpu" and not any(int(run.placed[run.generator]["ranks"]) > 1 for run in runs):
+        exchange_s = ASSUMED.exchange_s
     return replace(
-        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, exchange_s=exchange_s, compute=_share(compute),
-        memory=_share(memory), look_s=look_s, wait_s=wait_s,
+        ASSUMED, step_s=step_s, row_s=row_s, end_s=end_s, end_token_s=end_token_s, exchange_s=exchange_s,
+        compute=_share(compute), memory=_share(memory), look_s=look_s, wait_s=wait_s,
     )  # fmt: skip
 
 
@@ -207,12 +155,15 @@ def _context(run: SeenRun, rollouts: float | None = None) -> float:
     return run.prompt_tokens + float(np.quantile(run.lengths.tokens, max(0.0, 1 - rollouts / together)))
 
 
-def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> _Table:
+def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> Table:
     """As `_generators`: of each step its passes, and what is done once.
 
     Columns: steps, layers; exchanges, memory; hidden states, products, numbers that are looked at."""
-    table = _Table(serial=slice(0, 2), shared=slice(4, 7))
-    for run in runs:
+    table = Table(
+        serial=slice(0, 2), shared=slice(4, 7), parallel=PARALLEL["learner"],
+        assumed=_LEARNER_ON_CORES if kind.name == "cpu" else None,
+    )  # fmt: skip
+    for number, run in enumerate(runs):
         beside = _beside(run, run.trainer, run.generator)
         ranks = int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"])
         learners = Learners(model=run.model, kind=kind, ranks=ranks, dtype=_dtype(kind))
@@ -225,18 +176,19 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> _Table:
             passes = learners.passes(rollouts, tokens / rollouts, forward=1.0 + BACKWARD, sequences=1e9)
             times = learners.micro_batches(tokens, run.micro_batch_tokens)
             once = [1.0, 0.0, exchanges, learners.update().memory, 0.0, 0.0, 0.0]
-            table.add(sum(line[each] for each in _ONCE), once, waits=0.0, **beside)
+            table.add(number, sum(line[each] for each in _ONCE), once, waits=0.0, **beside)
             layers = times * run.model.layers
             of = [0.0, layers, times * exchanges, 0.0, learners.channels(tokens), passes.compute]
             looks = learners.looks(tokens, back)
-            table.add(line[_PASSES] + untold_s, [*of, looks], waits=layers, **beside)
+            table.add(number, line[_PASSES] + untold_s, [*of, looks], waits=layers, **beside)
     return table
 
 
 def _learner_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
     step_s, layer_s, exchange_s, memory, channel_s, compute, look_s, wait_s = found
-    if not any(int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"]) > 1 for run in runs):
-        exchange_s = _unseen_exchange_s(kind)
+    ranks = max(int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"]) for run in runs)
+    if kind.name != "cpu" and ranks == 1:
+        exchange_s = ASSUMED.exchange_s
     return replace(
         ASSUMED, step_s=step_s, exchange_s=exchange_s, memory=_share(memory), layer_s=layer_s, channel_s=channel_s,
         compute=_share(compute), look_s=look_s, wait_s=wait_s,
@@ -259,23 +211,7 @@ def _hop_s(runs: Sequence[SeenRun]) -> float:
     return float(np.median(found)) if found else ASSUMED_CONSTANTS.hop_s
 
 
-def _unseen_exchange_s(kind: DeviceKind) -> float:
-    """Where no run was cut over ranks."""
-    return _CORES_EXCHANGE_S if kind.name == "cpu" else ASSUMED.exchange_s
-
-
 _NOTHING = Rates(step_s=0.0)
-
-
-def _fit(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[Sequence[float], float]:
-    """Ridge regression (Hoerl and Kennard, 1970) of seconds relative to their size, no coefficient below 0: what
-    columns cannot be told apart by is shared out between them; and of all squares the share that is left."""
-    weights = 1 / np.sqrt(np.maximum(0.01 * np.mean(y), y))
-    rows, there = x * weights[:, None], y * weights
-    scale = np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300)
-    drawn = np.vstack([rows / scale, _RIDGE * np.eye(len(scale))])
-    found, left = non_negative(drawn, np.concatenate([there, np.zeros(len(scale))]))
-    return [float(each) for each in found / scale], left / max(1e-300, float(there @ there))
 
 
 def _share(seconds: float) -> float:
@@ -325,8 +261,10 @@ def described(constants: Constants) -> str:
             f"{1e6 * rates.row_s:.3g} us a rollout in it" if role == "generator"
             else f"{1e3 * rates.layer_s:.3g} ms a layer, {1e9 * rates.channel_s:.3g} ns a channel of a token in a layer"
         )  # fmt: skip
-        if rates.end_s:
-            spent.append(f"{1e6 * rates.end_s:.3g} us a rollout that ends")
+        if rates.end_s or rates.end_token_s:
+            spent.append(
+                f"{1e6 * rates.end_s:.3g} us a rollout that ends and {1e6 * rates.end_token_s:.3g} us its token"
+            )
         if rates.look_s:
             spent.append(f"{1e9 * rates.look_s:.3g} ns a number that attention looks at")
         for share, what in ((rates.compute, "of matrix products"), (rates.memory, "of memory's bandwidth")):

@@ -30,6 +30,8 @@ class Rates:
     """Of each number in the hidden states of a token that a trainer passes over, besides products."""
     end_s: float = 0.0
     """Of each rollout that a generator begins and ends, besides its decode steps."""
+    end_token_s: float = 0.0
+    """And more of each of its tokens: they are put together and passed on."""
     look_s: float = 0.0
     """Of each number that attention has of a token and looks back at, besides products and memory."""
     wait_s: float = 0.0
@@ -43,8 +45,8 @@ class Rates:
 
 
 ASSUMED = Rates()
-PARALLEL = 0.55
-"""Of so many times the speed, what several threads are assumed to reach in what they share out: two of them hardly gain
+PARALLEL = {"generator": 0.75, "learner": 0.65}
+"""Of so many times the speed, what several threads are assumed to reach in what they share out: two gain little
 on models of a few million parameters."""
 
 
@@ -87,11 +89,11 @@ class Constants:
         rates = self.generator if role == "generator" else self.learner
         if threads <= 1:
             return replace(rates, wait_s=0.0)
-        faster, alone = threads * self.parallel.get(role, PARALLEL), self.alone
+        faster, alone = threads * self.parallel.get(role, PARALLEL[role]), self.alone
         return replace(
             rates, step_s=rates.step_s / alone, layer_s=rates.layer_s / alone, row_s=rates.row_s / alone,
-            end_s=rates.end_s / alone, compute=rates.compute * faster, channel_s=rates.channel_s / faster,
-            look_s=rates.look_s / faster,
+            end_s=rates.end_s / alone, end_token_s=rates.end_token_s / alone, compute=rates.compute * faster,
+            channel_s=rates.channel_s / faster, look_s=rates.look_s / faster,
         )  # fmt: skip
 
 

@@ -261,7 +261,7 @@ def _generator_costs(ground: Foreground, replica: GeneratorReplica, *, shared: b
     looks_back = (replica.step(1, 1000.0, rates).seconds(rates) - step[1]) / 1000 if slots else 0.0
     return GeneratorCosts(
         step_s=np.array(step), context_s=looks_back, prompt_s=prefill(replica, prompt, 1).seconds(rates),
-        rollout_s=rates.end_s, adopt_s=ground.constants.adopt_s,
+        rollout_s=rates.end_s + rates.end_token_s * ground.lengths.mean, adopt_s=ground.constants.adopt_s,
         shared=replica.ranks * ground.made.placements[ground.generator.name].threads if shared else 0,
     )  # fmt: skip
 

@@ -12,8 +12,8 @@ from dataflow.errors import GraphError
 from dataflow.foresight.calibration import calibrate, described, read_constants, to_plain
 from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.counts import Counts, counts
+from dataflow.foresight.fitting import non_negative
 from dataflow.foresight.generation import GeneratorReplica
-from dataflow.foresight.least_squares import non_negative
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants, Rates
 from dataflow.foresight.scenarios import exchanges_of, once_s
@@ -22,12 +22,13 @@ from dataflow.foresight.training import BACKWARD, LAST, Learners
 from transport.weights.costs.decoder import Decoder
 
 TRUE = Rates(
-    step_s=2e-3, row_s=3e-5, end_s=1e-4, compute=0.2, memory=1e6, exchange_s=3e-4, look_s=2e-9, wait_s=2e-4
+    step_s=5e-4, row_s=7e-6, end_s=4e-5, end_token_s=9e-6, compute=0.6, memory=2.5, exchange_s=3e-3, look_s=9e-10,
+    wait_s=2e-4,
 )  # fmt: skip
 LEARNS = Rates(
-    step_s=0.02, layer_s=3e-3, channel_s=5e-8, compute=0.1, memory=1e6, exchange_s=7e-4, look_s=4e-9, wait_s=1e-3
+    step_s=0.012, layer_s=3e-3, channel_s=2.5e-7, compute=0.5, memory=0.6, exchange_s=4e-3, look_s=7e-10, wait_s=5e-4
 )  # fmt: skip
-TRUTH = Constants(generator=TRUE, learner=LEARNS, alone=1.25, parallel={"generator": 0.6, "learner": 0.9})
+TRUTH = Constants(generator=TRUE, learner=LEARNS, alone=1.25, parallel={"generator": 0.7, "learner": 0.7})
 GROUP, PROMPTS, PROMPT = 8, 32, 7.0
 SHAPES = (
     (2, 128, 8.0, 50.0, 32), (4, 256, 40.0, 100.0, 32), (3, 192, 15.0, 20.0, 8), (2, 256, 90.0, 64.0, 64),
@@ -95,7 +96,7 @@ def made_run(
         steps = tokens / batch
         prefill = model.forward(number * prompts * PROMPT, PROMPT / 2) / (ranks * CPU.rate("float32") * rates.compute)
         busy = decode_s(model, batch, context, true, ranks, threads) * steps
-        busy += prefill + number * rollouts * rates.end_s
+        busy += prefill + number * rollouts * (rates.end_s + mean * rates.end_token_s)
         decoded = [
             Decoded(steps=40.0, rollouts=40.0 * size,
                     seconds=40 * decode_s(model, size, contexts[size], true, ranks, threads) / faster)
@@ -144,8 +145,10 @@ def test_runs_of_several_sizes_give_back_the_constants_that_made_them() -> None:
     found = calibrate(made_runs())
     assert found.row_s == {"reward": pytest.approx(0.5e-3)}
     assert found.computed == pytest.approx(0.5)
-    for name in ("step_s", "row_s", "end_s", "compute"):
+    for name in ("step_s", "row_s", "compute"):
         assert getattr(found.generator, name) == pytest.approx(getattr(TRUE, name), rel=0.1), name
+    ended = [rates.end_s + 30 * rates.end_token_s for rates in (found.generator, TRUE)]
+    assert ended[0] == pytest.approx(ended[1], rel=0.1)
     for name in ("step_s", "layer_s", "channel_s", "compute"):
         assert getattr(found.learner, name) == pytest.approx(getattr(LEARNS, name), rel=0.25), name
     for layers, width, back in ((3, 96, 20.0), (5, 320, 60.0), (2, 128, 200.0)):
@@ -158,26 +161,27 @@ def test_runs_of_several_sizes_give_back_the_constants_that_made_them() -> None:
 
 
 def test_a_run_whose_batch_empties_tells_the_seconds_of_a_step_from_those_of_a_rollout() -> None:
-    model = sized(2, 128)
+    model, true = sized(2, 128), replace(TRUTH, generator=replace(TRUE, step_s=2e-3))
     emptied, blind = (
-        calibrate([made_run(model, mean=8.0, batch=50.0, name="a", sizes=sizes)]) for sizes in ((2, 20, 200), ())
+        calibrate([made_run(model, mean=8.0, batch=50.0, name="a", sizes=sizes, true=true)])
+        for sizes in ((2, 20, 200), ())
     )
     for batch in (1, 8, 64, 256):
-        assert decode_s(model, batch, 11.0, emptied) == pytest.approx(decode_s(model, batch, 11.0, TRUTH), rel=0.02)
-    assert abs(decode_s(model, 1, 11.0, blind) / decode_s(model, 1, 11.0, TRUTH) - 1) > 0.03
+        assert decode_s(model, batch, 11.0, emptied) == pytest.approx(decode_s(model, batch, 11.0, true), rel=0.05)
+    assert abs(decode_s(model, 1, 11.0, blind) / decode_s(model, 1, 11.0, true) - 1) > 0.3
 
 
 def test_where_all_of_a_batch_begin_at_once_those_that_are_left_say_how_far_they_look_back() -> None:
     """In turn with its trainer, a batch of 256 whose lengths are even up to 200 has two left after 198 tokens."""
-    model, true = sized(2, 64), replace(TRUTH, generator=replace(TRUE, look_s=1e-7))
+    model, true = sized(2, 64), replace(TRUTH, generator=replace(TRUE, look_s=4e-9))
     run = made_run(
-        model, mean=100.5, batch=128.0, name="a", threads=2, true=true, sizes=(2, 64, 192),
+        model, mean=100.5, batch=128.0, name="a", threads=2, true=true, sizes=(2, 16, 64, 128, 192, 240),
         lengths=Lengths.of(range(1, 201)),
     )  # fmt: skip
     found = calibrate([run])
-    for size, tokens in ((2, 198), (64, 150), (192, 50)):
+    for size, tokens in ((16, 187), (64, 150)):
         told, truth = (decode_s(model, size, PROMPT + tokens, each, threads=2) for each in (found, true))
-        assert told == pytest.approx(truth, rel=0.05)
+        assert told == pytest.approx(truth, rel=0.1)
 
 
 def test_what_ranks_take_to_wait_for_each_other_is_told_by_runs_that_have_some() -> None:
@@ -187,7 +191,9 @@ def test_what_ranks_take_to_wait_for_each_other_is_told_by_runs_that_have_some()
     assert found.generator.exchange_s == pytest.approx(TRUE.exchange_s, rel=0.05)
     assert found.learner.exchange_s == pytest.approx(LEARNS.exchange_s, rel=0.05)
     assert f"{1e6 * found.generator.exchange_s:.3g} us an exchange between ranks" in described(found)
-    assert calibrate(single).generator.exchange_s == calibrate(single).learner.exchange_s == 150e-6
+    untold = calibrate(single)  # it is what is assumed, on so slow a machine
+    assert untold.generator.exchange_s == pytest.approx(TRUE.exchange_s, rel=0.3)
+    assert untold.learner.exchange_s == pytest.approx(LEARNS.exchange_s, rel=0.3)
 
 
 def test_processes_with_more_threads_share_out_products_and_wait_for_each_other() -> None:
@@ -207,7 +213,7 @@ def test_processes_with_more_threads_share_out_products_and_wait_for_each_other(
 
 def test_two_runs_of_which_one_is_synchronous_tell_what_others_take_with_one_thread_and_with_several() -> None:
     """Their models are smaller and larger than the others; a process alone and two threads are as is assumed, about."""
-    true = replace(TRUTH, alone=1.2, parallel={"generator": 0.5, "learner": 0.6})
+    true = replace(TRUTH, alone=1.2, parallel={"generator": 0.7, "learner": 0.6})
     tiny, large = (
         made_run(sized(layers, width), mean=30.0, batch=100.0, prompts=prompts, name=f"{layers}", true=true, **how)
         for layers, width, prompts, how in (
@@ -312,7 +318,7 @@ def test_runs_in_which_one_waits_for_the_other_tell_how_fast_a_process_is_alone(
     assert found.alone == pytest.approx(1.25) and "1.25 times as fast while no other" in described(found)
     assert found.generator.step_s == pytest.approx(TRUE.step_s, rel=0.05)
     assert found.learner.channel_s == pytest.approx(LEARNS.channel_s, rel=0.15)
-    assert calibrate(made_runs()).alone == pytest.approx(1.15), "runs of one kind do not tell"
+    assert calibrate(made_runs()).alone == pytest.approx(1.2), "runs of one kind do not tell"
     accelerated = [replace(run, placed={node: {**of, "gpus": 1} for node, of in run.placed.items()})
                    for run in made_runs()]  # fmt: skip
     assert calibrate(accelerated, "H100").alone == 1.0

@@ -1,0 +1,165 @@
+"""Seconds of a kind of operator, by what they were spent on, and the constants that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NOTHING, _TURNS = 1e-9, 20
+"""Of the length of y: a slope below that is none. Turns for each column, at most."""
+_NOISE = 0.03
+"""Of a run's seconds: fits that differ by less than that are as good."""
+_SPREAD = 1.0
+"""Of what is assumed: constants of another machine differ by so much of it, give or take, its speed apart."""
+_RIDGE = 0.01
+"""Where nothing is assumed: root of the penalty on coefficients of columns of length 1, little beside what tells
+columns apart."""
+_FLOOR = 0.02
+"""Share of a run's seconds: parts of it that are smaller count as if they were as large."""
+_ALONE, _ALONE_IS, _ALONE_ABOUT = tuple(1 + number / 20 for number in range(17)), 1.2, 0.1
+"""How much faster one process on cores may be while no other computes: what two share is caches and memory, or the
+core itself, where both are its hardware threads. What it is where runs do not tell, give or take."""
+_PARALLEL, _PARALLEL_ABOUT = tuple(number / 20 for number in range(6, 21)), 0.15
+"""What several threads may reach of so many times the speed; give or take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Coefficients of the columns of a table, where several threads are so much faster."""
+
+    found: Sequence[float]
+    parallel: float
+    has_threads: bool
+    missed: float
+    """In units of noise, how far it is from what was seen, and from what is assumed."""
+
+
+@dataclass(kw_only=True)
+class Table:
+    """Seconds of one kind of operator, run by run."""
+
+    serial: slice
+    """Columns of what one thread does alone, of several."""
+    shared: slice
+    """Columns of what they share out. The last column is that of their waits for each other."""
+    parallel: float
+    """Assumed of several threads, on cores."""
+    assumed: Sequence[float] | None
+    """Coefficients of another machine of this kind; None: nobody knows."""
+    x: list[Sequence[float]] = field(default_factory=list)
+    y: list[float] = field(default_factory=list)
+    run: list[int] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
+    """Share of the time in which no other process computed, where that is seen in the seconds."""
+    threads: list[int] = field(default_factory=list)
+
+    def add(self, run: int, seconds: float, spent: Sequence[float], *, waits: float, idle: float, threads: int) -> None:
+        """A row of a run; waits: how often several threads would wait for each other."""
+        self.x.append([*spent, waits if threads > 1 else 0.0])
+        self.y.append(seconds)
+        self.run.append(run)
+        self.idle.append(idle if threads == 1 else 0.0)
+        self.threads.append(threads)
+
+    def fit(self, alone: float, parallel: float) -> Fit:
+        """Of seconds beside others, of one thread: `Constants.of` says what becomes of them.
+
+        Ridge regression (Hoerl and Kennard, 1970), no coefficient below 0; all runs count alike. What columns cannot be
+        told apart by stays as it is assumed, on a machine so many times as fast; where nothing is, it is shared out."""
+        x, threads = np.array(self.x), np.array(self.threads)
+        x[:, self.serial] /= np.where(threads > 1, alone, 1.0)[:, None]
+        x[:, self.shared] /= np.where(threads > 1, threads * parallel, 1.0)[:, None]
+        y, run = np.array(self.y) * (1 + (alone - 1) * np.array(self.idle)), np.array(self.run)
+        whole = np.bincount(run, weights=y)[run]
+        weights = 1 / np.maximum(1e-300, np.sqrt(np.maximum(_FLOOR * whole, y) * whole))
+        rows, there = x * weights[:, None], y * weights
+        if self.assumed is None:
+            unit, penalty, usual = 1 / np.maximum(np.sqrt((rows**2).sum(axis=0)), 1e-300), _RIDGE, 0.0
+        else:
+            unit, penalty, usual = _at_speed(np.array(self.assumed), rows, there), _NOISE / _SPREAD, 1.0
+        found, left = non_negative(
+            np.vstack([rows * unit, penalty * np.eye(len(unit))]),
+            np.concatenate([there, np.full(len(unit), penalty * usual)]),
+        )
+        missed = left / _NOISE**2 + ((parallel - self.parallel) / _PARALLEL_ABOUT) ** 2
+        return Fit(
+            found=[float(each) for each in found * unit], parallel=parallel, has_threads=bool((threads > 1).any()),
+            missed=missed,
+        )  # fmt: skip
+
+
+def _at_speed(
+    assumed: NDArray[np.float64], rows: NDArray[np.float64], there: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """What is assumed, on a machine as many times as fast as fits best."""
+    seconds = rows @ assumed
+    return assumed * max(1e-3, float(seconds @ there) / max(1e-300, float(seconds @ seconds)))
+
+
+def best(tables: Sequence[Table], *, on_cores: bool) -> tuple[float, Sequence[Fit]]:
+    """How much faster a process is alone, and what fits each table then: where runs do not tell, what is assumed."""
+    if not on_cores:
+        return 1.0, [table.fit(1.0, table.parallel) for table in tables]
+    least: tuple[float, float, Sequence[Fit]] | None = None
+    for alone in _ALONE:
+        fits = [
+            min(
+                (table.fit(alone, each) for each in (_PARALLEL if max(table.threads) > 1 else (table.parallel,))),
+                key=lambda fit: fit.missed,
+            )
+            for table in tables
+        ]  # fmt: skip
+        missed = sum(fit.missed for fit in fits) + ((alone - _ALONE_IS) / _ALONE_ABOUT) ** 2
+        if least is None or missed < least[0]:
+            least = missed, alone, fits
+    assert least is not None, "some are tried"
+    return least[1:]
+
+
+def non_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """c >= 0 for which x c is nearest to y, float64[columns], and the sum of squares that is left.
+
+    x: float64[rows, columns]. By Lawson and Hanson (1974): columns that bring it nearer come in one after the other,
+    those that would turn negative go; rows are made as few as columns before (QR).
+
+    >>> non_negative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0]))[0].tolist()
+    [2.0, 0.0]
+    """
+    scale = np.maximum(np.sqrt((x**2).sum(axis=0)), 1e-300)
+    few = np.asarray(np.linalg.qr(np.column_stack([x / scale, y]), mode="r"))
+    a, b = few[:, :-1], few[:, -1]
+    least, found = _NOTHING * max(float(np.linalg.norm(y)), 1e-300), np.zeros(len(scale))
+    chosen, barred = np.zeros(len(scale), bool), np.zeros(len(scale), bool)
+    for _ in range(_TURNS * len(scale)):
+        slope = np.where(chosen | barred, -np.inf, a.T @ (b - a @ found))
+        at = int(slope.argmax())
+        if slope[at] <= least:
+            break
+        chosen[at] = True
+        before, found, chosen = found, *_inside(a, b, found, chosen)
+        barred = barred & (found == before).all()
+        barred[at] |= not chosen[at]
+    return found / scale, float(((a @ found - b) ** 2).sum())
+
+
+def _inside(
+    a: NDArray[np.float64], b: NDArray[np.float64], found: NDArray[np.float64], chosen: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """The nearest with these columns, or with those of them that are left when it is not to turn negative."""
+    while chosen.any():
+        wanted = np.zeros(len(found))
+        wanted[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=1e-9)[0]
+        low = chosen & (wanted <= 0)
+        if not low.any():
+            return wanted, chosen
+        way = float((found[low] / np.maximum(found[low] - wanted[low], 1e-300)).min())
+        found = found + way * (wanted - found)
+        gone = low & (found <= 1e-12 * max(1e-300, float(np.abs(found).max())))
+        if not gone.any():
+            gone = low
+        chosen = chosen & ~gone
+        found = np.where(chosen, found, 0.0)
+    return np.zeros(len(found)), chosen
