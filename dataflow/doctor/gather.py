@@ -1,7 +1,7 @@
 """From what a scheduler says of its run, its folder and the operating system to facts."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dataflow.doctor.facts import Awaited, EdgeFacts, Facts, FeedbackFacts, Node, WorkerFacts
@@ -19,10 +19,19 @@ _ORDER = ("working", "blocked", "paused", "starved", "waiting", "done")
 """Of several replicas the node shows the state that comes first here."""
 
 
-def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5, wake: bool = True) -> Facts:
-    """Facts of a run under way. during_s: for figures of CPU. wake: let silent workers dump their stacks."""
+Below = Callable[[Iterable[int]], Mapping[int, list[int]]]
+"""Of each process those below it, as `processes.below_each`."""
+
+
+def gather(
+    folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5, wake: bool = True, still_s: float = 0.0,
+    below: Below = processes.below_each,
+) -> Facts:  # fmt: skip
+    """Facts of a run under way. during_s: for figures of CPU. wake: let silent workers dump their stacks. still_s: for
+    so long nothing has moved before the ledger is asked what trainers wait for."""
     graph, config = described(folder)
-    workers = _workers(folder, said, during_s, wake)
+    workers = _workers(folder, said, during_s, wake, below)
+    stands = float(said.get("still_s", 0.0)) >= still_s
     data = [edge for edge in graph.get("edges", []) if edge.get("plane") == "data"]
     nodes = {
         each["name"]: _node(each, said, [w for w in workers if each["name"] in w.nodes])
@@ -35,12 +44,14 @@ def gather(folder: RunFolder, said: Mapping[str, Any], *, during_s: float = 0.5,
             FeedbackFacts(trainer=edge["from"], reader=edge["to"], every=edge.get("refresh", {}).get("every", 1))
             for edge in graph.get("edges", []) if edge.get("plane") == "weights"
         ),
-        awaited=_awaited(folder, data, config, said), on_demand=tuple(config.get("on_demand", ())),
+        awaited=_awaited(folder, data, config, said) if stands else {}, on_demand=tuple(config.get("on_demand", ())),
         leading=tuple(config.get("leading", ())), turns=tuple(map(tuple, config.get("turns", ()))),
     )  # fmt: skip
 
 
-def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: bool) -> list[WorkerFacts]:
+def _workers(
+    folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: bool, below_each: Below
+) -> list[WorkerFacts]:
     told: Mapping[str, Mapping[str, Any]] = said.get("workers", {})
     here = processes.machine()
     pids = {
@@ -48,7 +59,7 @@ def _workers(folder: RunFolder, said: Mapping[str, Any], during_s: float, wake: 
         for name, worker in told.items()
         if worker["pid"] and worker.get("machine", here) == here
     }
-    each = processes.below_each(pids.values())
+    each = below_each(pids.values())
     below = {name: each[pid] for name, pid in pids.items()}
     seen = processes.look([*pids.values(), *(pid for each in below.values() for pid in each)], during_s)
     ours = set(processes.below(int(said["pid"]))) if wake and said.get("pid") else set()

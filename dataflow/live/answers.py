@@ -36,8 +36,11 @@ MOST_POINTS, POINTS = 4_000, 600
 MOST_KEYS = 40
 PATIENCE_S = 10.0
 """For another question about the same run."""
-SHARED_S, MOST_SHARED = 0.9, 16
-"""For so long several pages get one answer to the same question; so many are kept."""
+SHARED_S, LEISURE, MOST_SHARED_S, MOST_SHARED = 0.9, 50.0, 10.0, 16
+"""For so long all pages get one answer to the same question; a table of rollouts, for so many times the processor time
+that it took where that is longer, but never longer than that; so many are kept."""
+CHARTS = ("names", "series", "marks")
+"""Questions to which all pages get one answer until there is something new to show."""
 TRACE_NAME, MINUTE_NAME = "trace.json", "last-minute.json"
 
 
@@ -98,7 +101,8 @@ class PageAnswers:
         """steering: how runs are changed; None: they are not."""
         self._runs = [WatchedRun(folder, ask) for folder in folders]
         self._steering = steering
-        self._recent: collections.OrderedDict[str, tuple[float, Response]] = collections.OrderedDict()
+        self._recent: collections.OrderedDict[str, tuple[float, int, Response]] = collections.OrderedDict()
+        """Answers, until when they are given, and what charts showed."""
         self._asked: Mapping[str, Callable[[WatchedRun, PageQuery], Any]] = {
             "graph": lambda run, question: run.graph | {"settable": settable_now(run.folder)},
             "now": _now,
@@ -130,12 +134,13 @@ class PageAnswers:
             if not run.folder.trace.is_file():
                 raise LookupError("this run has no trace yet; it is written when the run ends")
             return Response(body=run.folder.trace, file_name=TRACE_NAME)
-        if path.startswith("api/") and (answer := self._asked.get(path.removeprefix("api/"))) is not None:
+        name = path.removeprefix("api/")
+        if path.startswith("api/") and (answer := self._asked.get(name)) is not None:
             run = self._run(question)
             if not run.lock.acquire(timeout=PATIENCE_S):
                 return sentence(503, "the run's folder is slow to read; the page asks again")
             try:
-                return self._shared(address, lambda: _json(answer(run, question)))
+                return self._shared(address, run.metrics.shown(), name, lambda: _json(answer(run, question)))
             finally:
                 run.lock.release()
         return _file(path or "index.html")
@@ -145,13 +150,17 @@ class PageAnswers:
             run.marks.look((), ())
         return last_minute(run.folder, run.marks.within)
 
-    def _shared(self, address: str, make: Callable[[], Response]) -> Response:
-        """An answer that another page has just had, or a new one."""
-        now = time.monotonic()
-        made, found = self._recent.get(address, (-math.inf, None))
-        if found is None or now - made > SHARED_S:
+    def _shared(self, address: str, shown: int, name: str, make: Callable[[], Response]) -> Response:
+        """An answer that another page has had, or a new one. shown: of charts, now."""
+        until, had, found = self._recent.get(address, (-math.inf, 0, None))
+        if found is None or time.monotonic() > until or (name in CHARTS and had != shown):
+            began = time.thread_time()
             found = make()
-            self._recent[address] = time.monotonic(), found
+            took = time.thread_time() - began
+            reused_s = max(SHARED_S, LEISURE * took) if name == "rollouts" else SHARED_S
+            until = time.monotonic() + (MOST_SHARED_S if name in CHARTS else min(MOST_SHARED_S, reused_s))
+            self._recent[address] = until, shown, found
+            self._recent.move_to_end(address)
             while len(self._recent) > MOST_SHARED:
                 self._recent.popitem(last=False)
         return found
@@ -208,7 +217,7 @@ def _now(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
     read = run.metrics.look()
     newest = {node: newest_of(line) for node, line in run.metrics.newest.items()}
     return run.looks.look() | {
-        "read": round(read, 3), "changes": run.metrics.changes, "newest": newest,
+        "read": round(read, 3), "changes": run.metrics.shown(), "newest": newest,
         "has_trace": run.folder.trace.is_file(), "has_minute": run.has_minute,
     }  # fmt: skip
 
@@ -228,7 +237,7 @@ def _series(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
             found[key] = run.metrics.points(key, most, begin, end)
         except LookupError:
             found[key] = None
-    return {"series": found, "changes": run.metrics.changes}
+    return {"series": found}
 
 
 def _rollouts(run: WatchedRun, question: PageQuery) -> dict[str, Any]:

@@ -17,15 +17,21 @@ from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.live.edges import counted, data_edges, data_edges_of
 from dataflow.live.ended import told_of_the_end
+from dataflow.system import processes
 from dataflow.worker.kept_counts import EdgeSums, known_edges
 from dataflow.worker.state_clock import BESIDE, STATES
 
 Ask = Callable[[RunFolder, float], Mapping[str, Any]]
 """Asks the scheduler of a run, for so many seconds; as `dataflow.scheduler.requests.ask_for_state`."""
 ANSWER_S = 1.0
-LEAST_S, LEISURE = 0.9, 20.0
-"""Between two looks; and at least so many times the processor time of the last one, so that they take a twentieth of
-it at most."""
+LEAST_S, LEISURE = 0.9, 50.0
+"""Between two looks; and at least so many times the processor time of the last one, so that they take a fiftieth of it
+at most."""
+STILL_S = 2.0
+"""For so long nothing has moved before the ledger is asked what is waited for: of a run that moves nothing is said of
+it."""
+BELOW_S = 5.0
+"""For so long it is known which processes workers have started: it takes a look at all that there are."""
 WINDOW_S = 3.0
 """Rates and shares are those of so many last seconds."""
 SUMS = (*STATES, BESIDE, "measured", "rows_in", "rows_out", "tokens")
@@ -46,6 +52,7 @@ class Looks:
         self._next = float("-inf")
         self._found: dict[str, Any] = {}
         self._past: collections.deque[tuple[float, Mapping[str, Any], EdgeSums | None]] = collections.deque()
+        self._below: tuple[float, Mapping[int, list[int]]] = float("-inf"), {}
 
     def look(self) -> dict[str, Any]:
         """The run as it is now, or was a moment ago."""
@@ -62,7 +69,7 @@ class Looks:
         return self._found
 
     def _live(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        facts = gather(self._folder, told, during_s=0.0, wake=False)
+        facts = gather(self._folder, told, during_s=0.0, wake=False, still_s=STILL_S, below=self._below_each)
         self._past.append((self._clock(), _sums(told), counted(told)))
         while len(self._past) > 2 and self._past[-1][0] - self._past[1][0] >= WINDOW_S:
             self._past.popleft()
@@ -77,6 +84,15 @@ class Looks:
             "over_s": round(passed, 1), "nodes": nodes, "weights": _weights(facts),
             "edges": data_edges(facts.edges, crossed, crossed_before, passed),
         }  # fmt: skip
+
+    def _below_each(self, pids: Iterable[int]) -> Mapping[int, list[int]]:
+        """As `processes.below_each`, or as it was a moment ago of the same ones."""
+        wanted = set(pids)
+        at, found = self._below
+        if self._clock() >= at + BELOW_S or found.keys() != wanted:
+            found = processes.below_each(wanted)
+            self._below = self._clock(), found
+        return found
 
     def _from_files(self) -> dict[str, Any]:
         """Of a run that nobody leads: over, killed, or copied from elsewhere."""

@@ -21,7 +21,7 @@ MOST_BYTES = 4 << 20
 """Of faults.jsonl, its end."""
 MOST_STEPS = 200_000
 """Whose times are kept."""
-LOOK_S, LEISURE = 2.0, 20.0
+LOOK_S, LEISURE = 2.0, 50.0
 """Between two looks; and so many times the processor time of the last one."""
 
 

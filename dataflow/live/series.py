@@ -24,6 +24,8 @@ LOOK_S = 0.5
 """For one look: a long file is read in several."""
 DEPTH = 3
 """Of maps within a line whose numbers are series of their own."""
+SHOWN_POINTS, SHOWN_S, LATE_S = 600, 2.0, 10.0
+"""Of a chart. Something new is shown so many seconds after the last at the earliest; less than a point, so many."""
 _NOT_SERIES = ("step", "node", "seconds", "version")
 SMOOTHED = 20
 """From so many points on a running mean stands beside them."""
@@ -81,6 +83,8 @@ class Metrics:
         """By node the last line about a step."""
         self.changes = 0
         """Grows with every line that is taken in."""
+        self._shown = 0, float("-inf")
+        """`changes` as pages know it, since when."""
         self.left_out = 0
         """Numbers that are no series, since there are too many."""
 
@@ -120,6 +124,14 @@ class Metrics:
         for name, value in numbers(line):
             self._put(node, name, step, value)
         self.changes += 1
+
+    def shown(self) -> int:
+        """`changes` as pages know it: what charts show is as new as that, or newer."""
+        shown, since = self._shown
+        passed, is_point = time.monotonic() - since, (self.changes - shown) * SHOWN_POINTS >= shown
+        if self.changes != shown and passed >= (SHOWN_S if is_point else LATE_S):
+            self._shown = self.changes, time.monotonic()
+        return self._shown[0]
 
     def names(self) -> list[dict[str, Any]]:
         """Of each series its key, what it is called, its last value, and whether it is among those shown first."""

@@ -187,20 +187,24 @@ class PageServer:
 
     async def _write(self, writer: asyncio.StreamWriter, answer: Response, *, head_only: bool) -> None:
         writer.transport.set_write_buffer_limits(high=SLICE_BYTES)
-        with answer.body.open("rb") if isinstance(answer.body, Path) else io.BytesIO(answer.body) as body:
-            size = body.seek(0, io.SEEK_END)
-            body.seek(size if head_only else 0)
-            async with asyncio.timeout(self._bounds.take_s):
-                await self._put(writer, heading(answer, size), body)
+        async with asyncio.timeout(self._bounds.take_s):
+            if isinstance(answer.body, bytes):
+                writer.write(heading(answer, len(answer.body)) + (b"" if head_only else answer.body))
+            else:
+                with answer.body.open("rb") as body:
+                    await self._put(writer, answer, body, head_only=head_only)
+            writer.transport.set_write_buffer_limits(high=0)
+            await writer.drain()
 
-    async def _put(self, writer: asyncio.StreamWriter, head: bytes, body: BinaryIO) -> None:
-        loop, part = asyncio.get_running_loop(), head
+    async def _put(self, writer: asyncio.StreamWriter, answer: Response, body: BinaryIO, *, head_only: bool) -> None:
+        """A file, slice by slice."""
+        size = body.seek(0, io.SEEK_END)
+        body.seek(size if head_only else 0)
+        loop, part = asyncio.get_running_loop(), heading(answer, size)
         while part:
             writer.write(part)
             await writer.drain()
             part = await loop.run_in_executor(self._pool, body.read, SLICE_BYTES)
-        writer.transport.set_write_buffer_limits(high=0)
-        await writer.drain()
 
 
 async def _pass_turns() -> None:

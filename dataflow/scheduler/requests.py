@@ -281,8 +281,7 @@ def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: f
     """Make one request and wait for its reply, unless nobody is there to give one. Raises as `ask_to_scale`."""
     address, keys, whom = _address(folder), _keys(folder), folder.read_json(CONTROL)
     deadline = time.monotonic() + timeout_s
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)  # of the process: each has threads of its own
     dealer.set(zmq.IDENTITY, f"client-{secrets.token_hex(8)}".encode())
     dealer.set(zmq.LINGER, 0)
     if keys is not None:
@@ -311,7 +310,6 @@ def _exchange(folder: RunFolder, request: Request, wanted: type[R], timeout_s: f
         raise RunError(f"'{folder.path.name}' gave an answer that is none: {error}") from error
     finally:
         dealer.close()
-        context.term()
     if isinstance(reply, Refused):
         raise RunError(reply.error)
     assert isinstance(reply, wanted), f"the reply to {request} is {reply}"
