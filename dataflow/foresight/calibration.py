@@ -15,7 +15,7 @@ import numpy as np
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
-from dataflow.foresight.fitting import Table, best, non_negative
+from dataflow.foresight.fitting import CostTable, best, non_negative
 from dataflow.foresight.generation import GeneratorReplica
 from dataflow.foresight.rates import ASSUMED, ASSUMED_CONSTANTS, PARALLEL, Constants, Rates
 from dataflow.foresight.scenarios import exchanges_of
@@ -82,12 +82,12 @@ def _beside(run: SeenRun, node: str, other: str) -> dict[str, Any]:
     return {"threads": threads, "idle": 1 - _busy(run, other) if run.max_staleness else 1.0}
 
 
-def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> Table:
+def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
     """Of each run its decode steps that began nothing, by about how many rollouts they carried on, and the rest.
 
     Columns: steps, rollouts in them, those that end, their tokens; exchanges, memory; products, numbers that are looked
     at."""
-    table = Table(
+    table = CostTable(
         serial=slice(0, 4), shared=slice(6, 8), parallel=PARALLEL["generator"],
         assumed=_GENERATOR_ON_CORES if kind.name == "cpu" else None,
     )  # fmt: skip
@@ -155,11 +155,11 @@ def _context(run: SeenRun, rollouts: float | None = None) -> float:
     return run.prompt_tokens + float(np.quantile(run.lengths.tokens, max(0.0, 1 - rollouts / together)))
 
 
-def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> Table:
+def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
     """As `_generators`: of each step its passes, and what is done once.
 
     Columns: steps, layers; exchanges, memory; hidden states, products, numbers that are looked at."""
-    table = Table(
+    table = CostTable(
         serial=slice(0, 2), shared=slice(4, 7), parallel=PARALLEL["learner"],
         assumed=_LEARNER_ON_CORES if kind.name == "cpu" else None,
     )  # fmt: skip

@@ -38,7 +38,7 @@ class Fit:
 
 
 @dataclass(kw_only=True)
-class Table:
+class CostTable:
     """Seconds of one kind of operator, run by run."""
 
     serial: slice
@@ -99,7 +99,7 @@ def _at_speed(
     return assumed * max(1e-3, float(seconds @ there) / max(1e-300, float(seconds @ seconds)))
 
 
-def best(tables: Sequence[Table], *, on_cores: bool) -> tuple[float, Sequence[Fit]]:
+def best(tables: Sequence[CostTable], *, on_cores: bool) -> tuple[float, Sequence[Fit]]:
     """How much faster a process is alone, and what fits each table then: where runs do not tell, what is assumed."""
     if not on_cores:
         return 1.0, [table.fit(1.0, table.parallel) for table in tables]

@@ -85,16 +85,11 @@ def room_rows(used: Credit, window: Credit) -> int:
 
 
 def next_receiver(rooms: Sequence[int], *, last: int = -1, slack: int = 0) -> int | None:
-    """Which receiver takes the next batch: the next in turn of those whose room in rows is the most, or `slack` less at
-    most; None: none has any.
-
-    last: who took the last one. By room alone whoever has just given back all it had would take a whole step's prompts,
-    and others the next one's: they would never work at once.
+    """Which receiver takes the next batch: the next after `last` of those whose room in rows is the most, or `slack`
+    less at most; None: none has any. By room alone whoever has just given back a step's would take all of another one.
 
     >>> next_receiver([2, 5, 5]), next_receiver([2, 5, 5], last=1), next_receiver([2, 5, 5], last=2, slack=3)
     (1, 2, 0)
-    >>> next_receiver([0, 0]) is None
-    True
     """
     least = max(1, max(rooms, default=0) - slack)
     turns = ((last + turn) % len(rooms) for turn in range(1, len(rooms) + 1))
