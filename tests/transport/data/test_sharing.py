@@ -61,9 +61,11 @@ def test_balanced_batches_go_where_the_most_credit_is(rig: Rig) -> None:
 
 
 def test_one_that_has_given_all_back_does_not_take_the_others_turn(rig: Rig) -> None:
-    busy, idle = rig.receiver(capacity_rows=32), rig.receiver(capacity_rows=32)
-    sender = rig.sender(busy, idle, slack_rows=8)
-    settle(lambda: (busy.poll(), idle.poll(), sender.poll()))
+    busy, idle = rig.receiver(capacity_rows=32), rig.receiver(capacity_rows=40)
+    sender = rig.sender(busy, slack_rows=16)
+    connect(sender, to=busy)
+    sender.add_receiver(idle.address)
+    until(lambda: (idle.poll(), busy.poll(), sender.poll(), sender.room() == 40)[3])
     assert all(sender.send(make_batch(number)) for number in range(16))
     held, done = take(busy, 8, sender, ack=False), take(idle, 8, sender)
     until(lambda: (idle.poll(), sender.poll(), sender.unacknowledged == 8)[2])
