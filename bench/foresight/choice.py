@@ -5,7 +5,7 @@
     python -m bench.foresight --choice --keep FOLDER --graphs "small+slow scorer"
 
 Every placement that auto looks at (replicas and ranks of the generator, ranks of the trainer) is run for real, and
-foreseen with the constants of the two runs that `--own` calibrates with, of two others, of two with ranks and of one
+foreseen with the constants of the two runs that `--own` calibrates with, of two others, of two with ranks and of two
 with threads.
 Graphs are as those of `--own`. Rounds are interleaved: all placements of all graphs once, then those again that may be
 the fastest. The noise is that of runs made twice, pooled over all; a placement ties with the fastest where the

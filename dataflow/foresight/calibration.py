@@ -27,8 +27,8 @@ _FREE = 1e6
 """Share of a rate that is reached where no seconds are seen to depend on it."""
 _GENERATOR_ON_CORES = (0.275e-3, 4.6e-6, 17e-6, 5.5e-6, 2.0e-3, 0.25, 0.9, 0.36e-9, 0.1e-3)
 _LEARNER_ON_CORES = (5e-3, 2.3e-3, 1.75e-3, 1.0, 105e-9, 1.1, 0.5e-9, 0.2e-3)
-"""Seconds of each column on two cores of an AMD EPYC with AVX-512, by sixty runs of small models together: what runs do
-not tell apart is in proportion to these."""
+"""Seconds of each column on two cores of an AMD EPYC with AVX-512, by some forty runs of small models together: what
+runs do not tell apart is in proportion to these."""
 _PASSES = "seconds_forward_backward"
 _ONCE = ("seconds_optimizer", "seconds_record", "seconds_publish")
 """What a line of metrics.jsonl has of a training step."""

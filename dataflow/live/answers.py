@@ -24,7 +24,7 @@ from dataflow.live.last_minute import has_minute, last_minute
 from dataflow.live.looks import Ask, Looks
 from dataflow.live.marks import Marks
 from dataflow.live.rollouts import RolloutFilter, Rollouts
-from dataflow.live.series import Metrics
+from dataflow.live.series import SHOWN_POINTS, Metrics
 from dataflow.live.server import Response, sentence
 from dataflow.live.steering import Steering
 from dataflow.runs.pictures import knob_text
@@ -32,7 +32,7 @@ from dataflow.system.files import RunFolderError, to_json
 
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MOST_RUNS = 16
-MOST_POINTS, POINTS = 4_000, 600
+MOST_POINTS = 4_000
 MOST_KEYS = 40
 PATIENCE_S = 10.0
 """For another question about the same run."""
@@ -229,7 +229,7 @@ def _names(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
 
 def _series(run: WatchedRun, question: PageQuery) -> dict[str, Any]:
     run.metrics.look()
-    most = min(MOST_POINTS, max(10, question.whole("points", POINTS)))
+    most = min(MOST_POINTS, max(10, question.whole("points", SHOWN_POINTS)))
     begin, end = question.number("from", -math.inf), question.number("to", math.inf)
     found: dict[str, dict[str, Any] | None] = {}
     for key in question.texts("key")[:MOST_KEYS]:

@@ -25,7 +25,8 @@ LOOK_S = 0.5
 DEPTH = 3
 """Of maps within a line whose numbers are series of their own."""
 SHOWN_POINTS, SHOWN_S, LATE_S = 600, 2.0, 10.0
-"""Of a chart. Something new is shown so many seconds after the last at the earliest; less than a point, so many."""
+"""Of a chart, where nobody says how many. So many seconds after something new the next is shown at the earliest; so
+many after, where it is less than a point."""
 _NOT_SERIES = ("step", "node", "seconds", "version")
 SMOOTHED = 20
 """From so many points on a running mean stands beside them."""

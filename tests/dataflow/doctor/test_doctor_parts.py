@@ -216,6 +216,11 @@ def test_the_awaited_group_is_the_first_that_is_not_at_the_trainer(folder: RunFo
     assert (facts.awaited["trainer"].group_id, facts.awaited["trainer"].state) == (1, "issued")
 
 
+def test_the_ledger_is_asked_what_is_awaited_once_nothing_has_moved_for_as_long_as_is_said(folder: RunFolder) -> None:
+    moved, stands = (gather(folder, {**said(), "still_s": each}, during_s=0.0, still_s=2.0) for each in (1.9, 2.0))
+    assert moved.awaited == {} and set(stands.awaited) == {"trainer"}
+
+
 def test_the_trainers_own_word_on_the_next_group_counts_more_and_the_worker_that_has_it_is_found(
     folder: RunFolder,
 ) -> None:

@@ -1,7 +1,7 @@
 """What is read of a run folder for the page: series, marks, how the run stands; each within a bound."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.live.answers import PageAnswers
 from dataflow.live.looks import Looks
 from dataflow.live.marks import Marks
 from dataflow.live.series import MOST_SERIES, Metrics
@@ -36,6 +37,66 @@ def test_steps_that_are_made_again_take_the_place_of_those_before(folder: RunFol
     metrics.take({"step": 4, "node": "eval", "eval_accuracy": 0.5})
     metrics.take({"step": 4, "node": "eval", "eval_accuracy": 0.5})
     assert metrics.restarts == [4] and metrics.rounds == [4], "a round that is recorded again is no return"
+
+
+def test_charts_are_new_with_each_point_every_two_seconds_and_with_less_than_one_after_ten(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, now, step = Metrics(folder), [100.0], iter(range(1, 10**6))
+    monkeypatch.setattr("dataflow.live.series.time.monotonic", lambda: now[0])
+
+    def shown(after_s: float, lines: int) -> int:
+        now[0] += after_s
+        for _ in range(lines):
+            metrics.take({"step": next(step), "node": "t", "loss": 1.0})
+        return metrics.shown()
+
+    assert [shown(0.0, 1), shown(1.9, 3), shown(0.1, 0)] == [1, 1, 4]
+    assert [shown(2.0, 1196), shown(2.0, 1), shown(0.0, 1)] == [1200, 1200, 1202], "of 1,200 two are a point"
+    assert [shown(9.9, 1), shown(0.1, 0)] == [1202, 1203]
+
+
+def test_all_pages_get_one_answer_until_charts_have_something_new(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("dataflow.live.series.time.monotonic", lambda: now[0])
+    answers = PageAnswers([folder], lambda where, patience_s: {})
+    before = [answers(f"api/series?run=0&key={LOSS}") for _ in range(2)]
+    before.append(answers(f"api/series?run=0&key={LOSS}"))
+    assert before[1] is before[2], "the first has read the file"
+    with folder.metrics.open("a") as file:
+        file.write('ner", "loss": 0.125}\n')
+    assert answers(f"api/series?run=0&key={LOSS}") is before[2]
+    now[0] += 2.0
+    answers("api/now?run=0")
+    assert json.loads(answers(f"api/series?run=0&key={LOSS}").body)["series"][LOSS]["steps"][-1] == 7
+
+
+def test_a_table_of_rollouts_is_kept_for_fifty_times_what_it_took_and_for_ten_seconds_at_most(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, worked, took = [100.0], [0.0], [0.1]
+    monkeypatch.setattr("dataflow.live.answers.time.monotonic", lambda: now[0])
+
+    def process_time() -> float:
+        worked[0] += took[0]
+        return worked[0]
+
+    monkeypatch.setattr("dataflow.live.answers.time.process_time", process_time)
+    answers = PageAnswers([folder], lambda where, patience_s: {})
+
+    def is_kept(seconds: float, question: str = "rollouts") -> bool:
+        before = answers(f"api/{question}?run=0")
+        now[0] += seconds
+        return answers(f"api/{question}?run=0") is before
+
+    assert [is_kept(4.9), is_kept(5.1)] == [True, False]
+    took[0] = 30.0
+    now[0] += 20.0
+    assert [is_kept(9.9), is_kept(10.1)] == [True, False]
+    now[0] += 20.0
+    assert [is_kept(0.8, "graph"), is_kept(1.0, "graph")] == [True, False]
 
 
 def test_what_is_no_number_is_told_as_missing_and_a_line_of_anything_is_passed_over(folder: RunFolder) -> None:
@@ -93,6 +154,23 @@ def test_faults_stand_at_the_step_that_was_the_last_before_them(folder: RunFolde
     assert found["faults"][0]["step"] == 0 and found["faults"][-1]["step"] == 6
     assert found["faults"][1]["step"] in (4, 5, 6) and found["faults"][2]["step"] is None
     assert found["restarts"] == [3] and found["rounds"] == [0, 6] and "g-0 was killed" in found["faults"][0]["text"]
+
+
+def test_processes_that_workers_have_started_are_looked_for_every_five_seconds(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looked = [100.0], []
+
+    def below_each(pids: Iterable[int]) -> Mapping[int, list[int]]:
+        looked.append(now[0])
+        return {pid: [] for pid in pids}
+
+    monkeypatch.setattr("dataflow.live.looks.processes.below_each", below_each)
+    looks = Looks(folder, lambda where, patience_s: told(10, 1.0), clock=lambda: now[0])
+    for seconds in (0.0, 2.0, 2.0, 2.0, 2.0):
+        now[0] += seconds
+        looks.look()
+    assert looked == [100.0, 106.0]
 
 
 def test_a_run_under_way_is_told_by_its_scheduler_once_for_all_who_ask(folder: RunFolder) -> None:
