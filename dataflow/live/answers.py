@@ -21,7 +21,7 @@ from dataflow.live import one_rollout, picture
 from dataflow.live.edges import newest_of
 from dataflow.live.knobs import settable_now
 from dataflow.live.last_minute import has_minute, last_minute
-from dataflow.live.looks import Ask, Looks
+from dataflow.live.looks import LEISURE, Ask, Looks
 from dataflow.live.marks import Marks
 from dataflow.live.rollouts import RolloutFilter, Rollouts
 from dataflow.live.series import SHOWN_POINTS, Metrics
@@ -36,9 +36,9 @@ MOST_POINTS = 4_000
 MOST_KEYS = 40
 PATIENCE_S = 10.0
 """For another question about the same run."""
-SHARED_S, LEISURE, MOST_SHARED_S, MOST_SHARED = 0.9, 50.0, 10.0, 16
-"""For so long all pages get one answer to the same question; a table of rollouts, for so many times the processor time
-that it took where that is longer, but never longer than that; so many are kept."""
+SHARED_S, MOST_SHARED_S, MOST_SHARED = 0.9, 10.0, 16
+"""For so long all pages get one answer to the same question; a table of rollouts for as long as looks leave a run alone,
+but never longer than that; so many are kept."""
 CHARTS = ("names", "series", "marks")
 """Questions to which all pages get one answer until there is something new to show."""
 TRACE_NAME, MINUTE_NAME = "trace.json", "last-minute.json"

@@ -13,6 +13,7 @@ from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.request_log import read_requests
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described
+from dataflow.live.looks import LEISURE
 from dataflow.system.optional_files import stream_lines
 
 MOST = 500
@@ -21,8 +22,8 @@ MOST_BYTES = 4 << 20
 """Of faults.jsonl, its end."""
 MOST_STEPS = 200_000
 """Whose times are kept."""
-LOOK_S, LEISURE = 2.0, 50.0
-"""Between two looks; and so many times the processor time of the last one."""
+LOOK_S = 2.0
+"""Between two looks, at least."""
 
 
 @dataclass
