@@ -37,7 +37,7 @@ MOST_KEYS = 40
 PATIENCE_S = 10.0
 """For another question about the same run."""
 SHARED_S, MOST_SHARED_S, MOST_SHARED = 0.9, 10.0, 16
-"""For so long all pages get one answer to the same question; a table of rollouts for as long as looks leave a run alone,
+"""For so long all pages get one answer to the same question; a table of rollouts for as long as looks leave a run be,
 but never longer than that; so many are kept."""
 CHARTS = ("names", "series", "marks")
 """Questions to which all pages get one answer until there is something new to show."""
