@@ -104,10 +104,10 @@ SHAPES: dict[str, Callable[[Path, Path], Result]] = {
         on=inline(), runs=runs, quiet=True,
     ),
     "synchronous, with evaluation": lambda policy, runs: run(
-        tiny_graph(policy, max_staleness=0, eval_every=30), steps=120, runs=runs, quiet=True
+        tiny_graph(policy, max_staleness=0, eval_every=30), steps=300, runs=runs, quiet=True
     ),
     "asynchronous, with ranks": lambda policy, runs: run(
-        tiny_graph(policy, max_staleness=2), steps=30, ranks={"trainer": 2}, runs=runs, quiet=True
+        tiny_graph(policy, max_staleness=2), steps=240, ranks={"trainer": 2}, runs=runs, quiet=True
     ),
     "devices in turns": lambda policy, runs: run(
         tiny_graph(policy, max_staleness=0), steps=120, gpus="shared", runs=runs, quiet=True
