@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=MODELS, help="dimensions of models (default: those known here)")
     options = parser.parse_args()
     if options.own:
-        return own(options.json, options.policies, options.keep, options.seconds)
+        return own(options.json, options.policies, options.keep, options.seconds, options.rounds or 1)
     if options.choice:
         return choice(
             options.json, options.policies, options.keep, [each for each in options.graphs.split("+") if each],

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from bench.end_to_end.cases import SCORER_S
-from bench.foresight.own import CALIBRATE, CUT, MORE, THREADED, Trial, build, planned, policy
+from bench.foresight.own import CALIBRATE, CUT, MORE, Trial, build, planned, policy
 from bench.foresight.rounds import Measured, Noise, Planned, Rounds, contenders
 from bench.report import Report
 
@@ -61,7 +61,7 @@ def choice(
     report, console = Report("foresight", path), Console(width=170)
     with tempfile.TemporaryDirectory(prefix="choice-") as temporary:
         graphs = [each for each in GRAPHS if not names or each.name in names]
-        calibrating = (*CALIBRATE, *MORE, *CUT, *THREADED)
+        calibrating = (*CALIBRATE, *MORE, *CUT)
         for trial in (*calibrating, *graphs):
             policy(trial.policy, policies)
         making = Rounds(kept or Path(temporary), seconds)

@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from bench.end_to_end.cases import SCORER_CALLS, SCORER_S, TAIL_TOKENS, make_case, make_policy
-from bench.foresight.rounds import Planned, Rounds
+from bench.foresight.rounds import Measured, Noise, Planned, Rounds
 from bench.report import Report
 from graphs.tasks import sorting
 from operators.warm_start import warm_start
 
-STEADY = 1.15
-"""A run whose slowest third took so many times as long as its fastest, or less, had the same machine all the time."""
+if TYPE_CHECKING:
+    from dataflow.foresight.lengths import Lengths
+    from dataflow.foresight.rates import Constants
+    from dataflow.foresight.seen import SeenRun
+
 LONG = 200
 """Tokens of the longest completions of a run that calibrates."""
 
@@ -58,17 +61,20 @@ class Trial:
 
 
 CALIBRATE = (
-    Trial(name="tiny, staleness 1, long", policy="tiny", max_staleness=1, prompts_per_step=24, max_tokens=LONG,
-          steps=36),
+    Trial(name="tiny, two threads, long", policy="tiny", max_staleness=0, prompts_per_step=24, max_tokens=LONG,
+          steps=24),
     Trial(name="large, steps of 128 rollouts", policy="large", max_staleness=1, prompts_per_step=16, steps=36),
 )  # fmt: skip
 """They differ in what the constants are to tell apart: sizes of the model and of a step, lengths, and with them the
-batch. Generator and trainer compute at once, with a thread each: what they take in turn, with all cores, is assumed.
-Models that are foreseen are between these two."""
+batch; and whether generator and trainer take turns, with all cores each, or compute at once with a thread each. Models
+that are foreseen are between these two."""
 MORE = (
+    Trial(name="tiny, staleness 1, long", policy="tiny", max_staleness=1, prompts_per_step=24, max_tokens=LONG,
+          steps=36),
     Trial(name="tiny, steps of 64 rollouts", policy="tiny", prompts_per_step=8, steps=120),
     Trial(name="large, staleness 1, long", policy="large", max_staleness=1, prompts_per_step=16, max_tokens=LONG,
           steps=30),
+    Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),
 )  # fmt: skip
 """What else the choice of placements is calibrated with."""
 CUT = (
@@ -76,12 +82,6 @@ CUT = (
     Trial(name="large, two ranks", policy="large", ranks=2, max_staleness=0, prompts_per_step=16, steps=20),
 )
 """They say what ranks on cores take to wait for each other; only the choice of placements needs them."""
-THREADED = (
-    Trial(name="tiny, two threads, long", policy="tiny", max_staleness=0, prompts_per_step=24, max_tokens=LONG,
-          steps=24),
-    Trial(name="large, two threads", policy="large", max_staleness=0, prompts_per_step=16, steps=18),
-)  # fmt: skip
-"""They say what becomes of processes that have all cores."""
 PREDICT = (
     Trial(name="staleness 0", max_staleness=0, steps=36),
     Trial(name="staleness 1", max_staleness=1, steps=48),
@@ -171,56 +171,65 @@ def predict(trial: Trial, policies: Path, constants: Any, texts: Mapping[Any, An
     )  # fmt: skip
 
 
-def own(path: Path | None, policies: Path, kept: Path | None, seconds: float | None) -> int:
+def own(path: Path | None, policies: Path, kept: Path | None, seconds: float | None, rounds: int) -> int:
     """Calibrate, foresee, run, compare. kept: where run folders stay; those that are there are not run again. seconds:
-    after which no run is begun; what there is then is compared."""
+    after which no run is begun; what there is then is compared. rounds: every run is made so often, one after the
+    other."""
     from dataflow.foresight.calibration import calibrate, described
     from dataflow.foresight.seen import look
 
     report, console = Report("foresight", path), Console(width=150)
     with tempfile.TemporaryDirectory(prefix="foresight-") as temporary:
-        folder = kept or Path(temporary)
-        for trial in (*CALIBRATE, *PREDICT):
+        trials, making = (*CALIBRATE, *PREDICT), Rounds(kept or Path(temporary), seconds)
+        for trial in trials:
             policy(trial.policy, policies)
-        rounds = Rounds(folder, seconds)
-        made = rounds.run(planned(trial, policies) for trial in (*CALIBRATE, *PREDICT))
-        seen = {name: look(paths[0]) for name, paths in made.items()}
+        seen: dict[str, list[SeenRun]] = {}
+        for number in range(rounds):
+            made = making.run(replace(planned(trial, policies), round=number) for trial in trials)
+            for name, paths in made.items():
+                seen.setdefault(name, []).extend(map(look, paths))
         if not all(trial.name in seen for trial in CALIBRATE):
             console.print("the runs that calibrate are missing; call again with the same --keep")
             return 1
-        constants = calibrate([seen[trial.name] for trial in CALIBRATE])
+        constants = calibrate([run for trial in CALIBRATE for run in seen[trial.name]])
         console.print(described(constants), highlight=False, markup=False)
-        texts = {trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths) for trial in CALIBRATE}
-        off: dict[str, list[float]] = {"step_s": [], "efficiency": [], "staleness": []}
-        steady: list[float] = []
-        for trial in (each for each in (*CALIBRATE, *PREDICT) if each.name in seen):
-            run = seen[trial.name]
-            texts.setdefault(trial.texts, (run.prompt_tokens, run.lengths))
-            foreseen = predict(trial, policies, constants, texts)
-            report.add(
-                case="own runs", system=trial.name, step_ms=1e3 * run.step_s, foreseen_ms=1e3 * foreseen.step_s,
-                off=foreseen.step_s / run.step_s - 1, efficiency=run.efficiency,
-                foreseen_efficiency=foreseen.efficiency,
-                staleness=run.staleness, foreseen_staleness=foreseen.staleness, drift=run.drift,
-            )  # fmt: skip
-            if trial in PREDICT:
-                off["step_s"].append(abs(foreseen.step_s / run.step_s - 1))
-                off["efficiency"].append(abs(foreseen.efficiency - run.efficiency))
-                off["staleness"].append(abs(foreseen.staleness - run.staleness))
-                if run.drift <= STEADY:
-                    steady.append(off["step_s"][-1])
+        _compare(report, console, seen, policies, constants)
+    if making.missing:
+        console.print(f"{making.missing} runs are missing; call again with the same --keep", highlight=False)
+    return 0
+
+
+def _compare(
+    report: Report, console: Console, seen: Mapping[str, Sequence[SeenRun]], policies: Path, constants: Constants
+) -> None:
+    """What was foreseen beside what came, in the mean of a run's rounds."""
+    texts: dict[tuple[str, int], tuple[float, Lengths]] = {}
+    off: dict[str, list[float]] = {"step_s": [], "efficiency": [], "staleness": []}
+    for trial in (each for each in (*CALIBRATE, *PREDICT) if each.name in seen):
+        runs = seen[trial.name]
+        texts.setdefault(trial.texts, (runs[0].prompt_tokens, runs[0].lengths))
+        foreseen = predict(trial, policies, constants, texts)
+        step_s, efficiency, staleness = (
+            Measured.of(runs).step_s, *(statistics.mean(getattr(run, name) for run in runs) for name in [*off][1:])
+        )  # fmt: skip
+        report.add(
+            case="own runs", system=trial.name, rounds=len(runs), step_ms=1e3 * step_s,
+            foreseen_ms=1e3 * foreseen.step_s, off=foreseen.step_s / step_s - 1, efficiency=efficiency,
+            foreseen_efficiency=foreseen.efficiency, staleness=staleness, foreseen_staleness=foreseen.staleness,
+            drift=max(run.drift for run in runs),
+        )  # fmt: skip
+        if trial in PREDICT:
+            off["step_s"].append(abs(foreseen.step_s / step_s - 1))
+            off["efficiency"].append(abs(foreseen.efficiency - efficiency))
+            off["staleness"].append(abs(foreseen.staleness - staleness))
     report.show(console)
     for figure, found in off.items():
-        console.print(
-            f"{figure}: off by {statistics.median(found):.3f} in the median of {len(found)}, {max(found):.3f} at most",
-            highlight=False,
-        )
-    if steady:
-        console.print(
-            f"step_s of runs whose own steps differed by {STEADY - 1:.0%} at most, third by third: off by "
-            f"{statistics.median(steady):.3f} in the median of {len(steady)}, {max(steady):.3f} at most",
-            highlight=False,
-        )
-    if rounds.missing:
-        console.print(f"{rounds.missing} runs are missing; call again with the same --keep", highlight=False)
-    return 0
+        if found:
+            console.print(
+                f"{figure}: off by {statistics.median(found):.3f} in the median of {len(found)}, {max(found):.3f} at "
+                f"most", highlight=False,
+            )  # fmt: skip
+    measured = [Measured.of(runs) for runs in seen.values()]
+    if any(len(each.steps_s) > 1 for each in measured):
+        noise = Noise.of(measured)
+        console.print(f"the same run differs by {noise.deviation:.1%} from round to round", highlight=False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import numpy as np
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
-from dataflow.foresight.fitting import CostTable, best, non_negative
+from dataflow.foresight.fitting import Beside, CostTable, best, non_negative
 from dataflow.foresight.generation import GeneratorReplica
 from dataflow.foresight.rates import ASSUMED, ASSUMED_CONSTANTS, PARALLEL, Constants, Rates
 from dataflow.foresight.scenarios import exchanges_of
 from dataflow.foresight.seen import ActivitySpan, Decoded, SeenRun
+from dataflow.foresight.simulation.clock import Processors
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.training import BACKWARD, Learners
 
@@ -54,8 +56,8 @@ def calibrate(runs: Sequence[SeenRun], kind: str = "cpu") -> Constants:
             )
     device = device_kind(kind)
     names = ", ".join(run.path.resolve().name for run in runs)
-    row_s, row_token_s = _rows(runs)
     alone, (generator, learner) = best((_generators(runs, device), _learners(runs, device)), on_cores=kind == "cpu")
+    row_s, row_token_s = _rows(runs, alone)
     return Constants(
         generator=_generator_rates(generator.found, runs, device), learner=_learner_rates(learner.found, runs, device),
         parallel={
@@ -73,13 +75,46 @@ def _busy(run: SeenRun, node: str) -> float:
     return min(1.0, sum(each.busy_s for each in run.stretches[node]) / seconds) if seconds else 0.0
 
 
-def _beside(run: SeenRun, node: str, other: str) -> dict[str, Any]:
-    """What a table is to know of a node's processes: their threads on cores, and how long they had these alone."""
+def _beside(run: SeenRun, node: str) -> Beside:
+    """What else of a run was at work on the cores while a process of this node was: each by itself, as often as it was
+    at work at all, or in what a trainer in turn leaves of the time."""
     placed = run.placed[node]
-    threads = 1 if placed.get("gpus") else int(placed.get("threads", 1))
-    if int(placed["ranks"]) * int(placed["replicas"]) > 1:
-        return {"threads": threads, "idle": 0.0}
-    return {"threads": threads, "idle": 1 - _busy(run, other) if run.max_staleness else 1.0}
+    if placed.get("gpus"):
+        return Beside()
+    left = 1.0 if run.max_staleness or node == run.trainer else max(1e-6, 1 - _busy(run, run.trainer))
+    shares = {_threads(placed): 1.0}
+    """By threads at work, how likely that is."""
+    for other in (each for each in run.stretches if _meets(run, node, each)):
+        busy, more = min(1.0, _busy(run, other) / left), _threads(run.placed[other])
+        for _ in range(int(run.placed[other]["replicas"]) - (other == node)):
+            shares = _sum(shares, {0: 1 - busy, more: busy})
+    full, fast = (Processors(cores=run.cores, alone=alone) for alone in (1.0, 2.0))
+    share = sum(each * full.speed(many) for many, each in shares.items())
+    faster = sum(each * fast.speed(many) for many, each in shares.items())
+    return Beside(threads=int(placed.get("threads", 1)), share=share, idle=faster - share)
+
+
+def _meets(run: SeenRun, node: str, other: str) -> bool:
+    """Whether the other computes on the same cores, at times at once: no source, which has little to do, none that
+    waits for something elsewhere, and no trainer in turn."""
+    if run.placed[other].get("gpus") or run.calls_at_once.get(other, 1) > 1:
+        return False
+    if run.trainer in (node, other):
+        return run.max_staleness > 0
+    return any(each.rows_in or each.tokens for each in run.stretches[other])
+
+
+def _threads(placed: Mapping[str, Any]) -> int:
+    """Of all processes of a replica."""
+    return int(placed.get("ranks", 1)) * int(placed.get("threads", 1))
+
+
+def _sum(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
+    """Distribution of the sum of two numbers that do not depend on each other."""
+    found = defaultdict[int, float](float)
+    for (a, p), (b, q) in itertools.product(one.items(), other.items()):
+        found[a + b] += p * q
+    return found
 
 
 def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
@@ -92,7 +127,7 @@ def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
         assumed=_GENERATOR_ON_CORES if kind.name == "cpu" else None,
     )  # fmt: skip
     for number, run in enumerate(runs):
-        beside = _beside(run, run.generator, run.trainer)
+        beside = _beside(run, run.generator)
         ranks = int(run.placed[run.generator]["ranks"])
         replica = GeneratorReplica(model=run.model, kind=kind, tensor_parallel=ranks, dtype=_dtype(kind))
         once = replica.step(0.0, 0.0, _NOTHING).memory
@@ -109,19 +144,20 @@ def _generators(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
             ]  # fmt: skip
 
         spans = run.stretches[run.generator]
-        steps, tokens, ends, busy_s = (
-            sum(getattr(span, name) for span in spans) for name in ("steps", "tokens", "rows_out", "busy_s")
+        steps, tokens, looked, ends, busy_s = (
+            sum(getattr(span, name) for span in spans) for name in ("steps", "tokens", "looked", "rows_out", "busy_s")
         )
         for size in _sizes(spans):
-            context = _context(run, size.rollouts / size.steps)
+            context = _context(run, size.looked, size.rollouts)
             waits = size.steps if size.rollouts > size.steps else 0.0
-            table.add(number, size.seconds, spent(size.steps, size.rollouts, context), waits=waits, **beside)
-            steps, tokens, busy_s = steps - size.steps, tokens - size.rollouts, busy_s - size.seconds
+            table.add(number, size.seconds, spent(size.steps, size.rollouts, context), waits=waits, beside=beside)
+            steps, tokens, looked = steps - size.steps, tokens - size.rollouts, looked - size.looked
+            busy_s -= size.seconds
         prompts = run.model.forward(ends / run.group_size * run.prompt_tokens, run.prompt_tokens / 2)
         prompts /= replica.ranks * kind.rate(replica.dtype)
         steps, tokens = max(0.0, steps), max(0.0, tokens)
-        rest = spent(steps, tokens, _context(run), ends, prompts)
-        table.add(number, max(0.0, busy_s), rest, waits=steps, **beside)
+        rest = spent(steps, tokens, _context(run, looked, tokens), ends, prompts)
+        table.add(number, max(0.0, busy_s), rest, waits=steps, beside=beside)
     return table
 
 
@@ -130,10 +166,13 @@ def _sizes(spans: Sequence[ActivitySpan]) -> list[Decoded]:
     found = defaultdict[int, list[Decoded]](list)
     for each in (size for span in spans for size in span.decoded if size.steps):
         found[round(math.log2(max(1.0, each.rollouts / each.steps)))].append(each)
-    return [
-        Decoded(**{name: sum(getattr(each, name) for each in alike) for name in ("steps", "rollouts", "seconds")})
-        for alike in found.values()
-    ]
+    names = ("steps", "rollouts", "looked", "seconds")
+    return [Decoded(**{name: sum(getattr(each, name) for each in alike) for name in names}) for alike in found.values()]
+
+
+def _context(run: SeenRun, looked: float, tokens: float) -> float:
+    """Tokens that each of so many looked back at, in the mean; of all where the run does not say."""
+    return looked / tokens if min(looked, tokens) > 0 else run.prompt_tokens + run.lengths.looks_back
 
 
 def _generator_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: DeviceKind) -> Rates:
@@ -146,15 +185,6 @@ def _generator_rates(found: Sequence[float], runs: Sequence[SeenRun], kind: Devi
     )  # fmt: skip
 
 
-def _context(run: SeenRun, rollouts: float | None = None) -> float:
-    """Tokens that a decoded one looks back at, in the mean. rollouts: of the step; where all of a batch begin at once,
-    those that are left say how far it has come."""
-    if rollouts is None or run.max_staleness:
-        return run.prompt_tokens + run.lengths.looks_back
-    together = run.prompts_per_step * run.group_size / int(run.placed[run.generator]["replicas"])
-    return run.prompt_tokens + float(np.quantile(run.lengths.tokens, max(0.0, 1 - rollouts / together)))
-
-
 def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
     """As `_generators`: of each step its passes, and what is done once.
 
@@ -164,7 +194,7 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
         assumed=_LEARNER_ON_CORES if kind.name == "cpu" else None,
     )  # fmt: skip
     for number, run in enumerate(runs):
-        beside = _beside(run, run.trainer, run.generator)
+        beside = _beside(run, run.trainer)
         ranks = int(run.placed[run.trainer]["ranks"]) * int(run.placed[run.trainer]["replicas"])
         learners = Learners(model=run.model, kind=kind, ranks=ranks, dtype=_dtype(kind))
         rollouts, exchanges = run.prompts_per_step * run.group_size, exchanges_of(learners)
@@ -176,11 +206,11 @@ def _learners(runs: Sequence[SeenRun], kind: DeviceKind) -> CostTable:
             passes = learners.passes(rollouts, tokens / rollouts, forward=1.0 + BACKWARD, sequences=1e9)
             times = learners.micro_batches(tokens, run.micro_batch_tokens)
             once = [1.0, 0.0, exchanges, learners.update().memory, 0.0, 0.0, 0.0]
-            table.add(number, sum(line[each] for each in _ONCE), once, waits=0.0, **beside)
+            table.add(number, sum(line[each] for each in _ONCE), once, waits=0.0, beside=beside)
             layers = times * run.model.layers
             of = [0.0, layers, times * exchanges, 0.0, learners.channels(tokens), passes.compute]
             looks = learners.looks(tokens, back)
-            table.add(number, line[_PASSES] + untold_s, [*of, looks], waits=layers, **beside)
+            table.add(number, line[_PASSES] + untold_s, [*of, looks], waits=layers, beside=beside)
     return table
 
 
@@ -219,7 +249,7 @@ def _share(seconds: float) -> float:
     return 1 / seconds if seconds > 1 / _FREE else _FREE
 
 
-def _rows(runs: Sequence[SeenRun]) -> tuple[dict[str, float], dict[str, float]]:
+def _rows(runs: Sequence[SeenRun], alone: float) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a row, and more for each token of its completion, by operator without a model: the processes of a
     scorer are at work with as many rows at once as they have calls.
 
@@ -232,6 +262,8 @@ def _rows(runs: Sequence[SeenRun]) -> tuple[dict[str, float], dict[str, float]]:
             more = run.calls_at_once.get(node, 1) - 1
             busy_s = sum(each.busy_s + more * each.beside_s for each in stretches)
             rows = sum(each.rows_out if node in run.scorers else each.rows_in for each in stretches)
+            if more == 0:
+                busy_s *= _beside(run, node).speed(alone)
             if rows > 0:
                 spent.setdefault(node, []).append((busy_s, rows, rows * run.lengths.mean))
     row_s, token_s = dict[str, float](), dict[str, float]()

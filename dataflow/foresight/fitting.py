@@ -19,9 +19,10 @@ _RIDGE = 0.01
 columns apart."""
 _FLOOR = 0.02
 """Share of a run's seconds: parts of it that are smaller count as if they were as large."""
-_ALONE, _ALONE_IS, _ALONE_ABOUT = tuple(1 + number / 20 for number in range(17)), 1.2, 0.1
+_ALONE, _ALONE_IS, _ALONE_ABOUT = tuple(1 + number / 20 for number in range(17)), 1.1, 0.1
 """How much faster one process on cores may be while no other computes: what two share is caches and memory, or the
-core itself, where both are its hardware threads. What it is where runs do not tell, give or take."""
+core itself, where both are its hardware threads (1.2 on one machine, 1.05 on another). What it is where runs do not
+tell, give or take."""
 _PARALLEL, _PARALLEL_ABOUT = tuple(number / 20 for number in range(6, 21)), 0.15
 """What several threads may reach of so many times the speed; give or take."""
 
@@ -35,6 +36,22 @@ class Fit:
     has_threads: bool
     missed: float
     """In units of noise, how far it is from what was seen, and from what is assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What else was at work on the cores on which a process was."""
+
+    threads: int = 1
+    """Of the process itself."""
+    share: float = 1.0
+    """Of the speed of one among as many as there are cores, in the mean: more of them share the cores."""
+    idle: float = 0.0
+    """And how much of it more for each unit by which one that is alone is faster."""
+
+    def speed(self, alone: float) -> float:
+        """In the mean of the seconds that it was at work."""
+        return self.share + (alone - 1) * self.idle
 
 
 @dataclass(kw_only=True)
@@ -52,27 +69,29 @@ class CostTable:
     x: list[Sequence[float]] = field(default_factory=list)
     y: list[float] = field(default_factory=list)
     run: list[int] = field(default_factory=list)
-    idle: list[float] = field(default_factory=list)
-    """Share of the time in which no other process computed, where that is seen in the seconds."""
-    threads: list[int] = field(default_factory=list)
+    beside: list[Beside] = field(default_factory=list)
 
-    def add(self, run: int, seconds: float, spent: Sequence[float], *, waits: float, idle: float, threads: int) -> None:
+    def add(self, run: int, seconds: float, spent: Sequence[float], *, waits: float, beside: Beside) -> None:
         """A row of a run; waits: how often several threads would wait for each other."""
-        self.x.append([*spent, waits if threads > 1 else 0.0])
+        self.x.append([*spent, waits if beside.threads > 1 else 0.0])
         self.y.append(seconds)
         self.run.append(run)
-        self.idle.append(idle if threads == 1 else 0.0)
-        self.threads.append(threads)
+        self.beside.append(beside)
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether a process of some run had several."""
+        return any(each.threads > 1 for each in self.beside)
 
     def fit(self, alone: float, parallel: float) -> Fit:
         """Of seconds beside others, of one thread: `Constants.of` says what becomes of them.
 
         Ridge regression (Hoerl and Kennard, 1970), no coefficient below 0; all runs count alike. What columns cannot be
         told apart by stays as it is assumed, on a machine so many times as fast; where nothing is, it is shared out."""
-        x, threads = np.array(self.x), np.array(self.threads)
+        x, threads = np.array(self.x), np.array([each.threads for each in self.beside])
         x[:, self.serial] /= np.where(threads > 1, alone, 1.0)[:, None]
         x[:, self.shared] /= np.where(threads > 1, threads * parallel, 1.0)[:, None]
-        y, run = np.array(self.y) * (1 + (alone - 1) * np.array(self.idle)), np.array(self.run)
+        y, run = np.array(self.y) * [each.speed(alone) for each in self.beside], np.array(self.run)
         whole = np.bincount(run, weights=y)[run]
         weights = 1 / np.maximum(1e-300, np.sqrt(np.maximum(_FLOOR * whole, y) * whole))
         rows, there = x * weights[:, None], y * weights
@@ -86,7 +105,7 @@ class CostTable:
         )
         missed = left / _NOISE**2 + ((parallel - self.parallel) / _PARALLEL_ABOUT) ** 2
         return Fit(
-            found=[float(each) for each in found * unit], parallel=parallel, has_threads=bool((threads > 1).any()),
+            found=[float(each) for each in found * unit], parallel=parallel, has_threads=self.has_threads,
             missed=missed,
         )  # fmt: skip
 
@@ -107,7 +126,7 @@ def best(tables: Sequence[CostTable], *, on_cores: bool) -> tuple[float, Sequenc
     for alone in _ALONE:
         fits = [
             min(
-                (table.fit(alone, each) for each in (_PARALLEL if max(table.threads) > 1 else (table.parallel,))),
+                (table.fit(alone, each) for each in (_PARALLEL if table.has_threads else (table.parallel,))),
                 key=lambda fit: fit.missed,
             )
             for table in tables

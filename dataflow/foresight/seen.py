@@ -26,7 +26,7 @@ from dataflow.structure import lines_of
 _STRETCHES = 6
 _FILES = 20
 """Of rollouts, that are read."""
-_OF_A_SIZE = {"steps": "steps", "rollouts": "rollouts", "seconds": "s"}
+_OF_A_SIZE = {"steps": "steps", "rollouts": "rollouts", "looked": "looked", "seconds": "s"}
 _SIZE = re.compile(r"decode_\d+_s")
 
 
@@ -36,7 +36,8 @@ class Decoded:
 
     steps: float
     rollouts: float
-    """Summed over the steps."""
+    looked: float
+    """Tokens that these looked back at; both are summed over the steps."""
     seconds: float
 
 
@@ -52,6 +53,8 @@ class ActivitySpan:
     steps: float
     """Decode steps of a generator, steps of a trainer."""
     tokens: float
+    looked: float = 0.0
+    """Tokens before those that a generator drew, its own prompts' too: attention looks back at them."""
     rows_in: float
     rows_out: float
     decoded: Sequence[Decoded] = ()
@@ -68,6 +71,8 @@ class SeenRun:
     model: Counts
     placed: Mapping[str, Mapping[str, Any]]
     """By node: worker, replicas, ranks, gpus, threads."""
+    cores: int = 2
+    """Of a host."""
     max_staleness: int
     group_size: int
     prompts_per_step: int
@@ -166,7 +171,8 @@ def look(path: Path) -> SeenRun:
     return SeenRun(
         turns=dict.fromkeys(world_s, turns), world_s=world_s,
         path=path, generator=generator, trainer=trainer, model=counts_of(str(checkpoint)), placed=config["placed"],
-        max_staleness=bound, group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
+        cores=int(config["environment"]["cpus"]), max_staleness=bound,
+        group_size=round(counted[0]["rollouts"] / counted[0]["groups"]),
         prompts_per_step=int(counted[0]["groups"]), micro_batch_tokens=_knob(nodes[trainer], "micro_batch_tokens", 0),
         calls_at_once={
             name: _knob(node, "concurrency", 1) * _knob(node, "processes", 1) for name, node in nodes.items()
@@ -227,10 +233,12 @@ def _activity_spans(lines: Sequence[Mapping[str, Any]], node: str) -> list[Activ
         def spent(name: str, key: str, then: Any = then, now: Any = now) -> float:
             return float(now[name].get(key, 0)) - float(then.get(name, {}).get(key, 0))
 
+        measured = spent(node, "measured") / max(1, now[node].get("replicas", 1))
         made = ActivitySpan(
-            seconds=after["seconds"] - before["seconds"], busy_s=spent(node, "busy"), beside_s=spent(node, "beside"),
+            seconds=measured or after["seconds"] - before["seconds"], busy_s=spent(node, "busy"),
+            beside_s=spent(node, "beside"),
             steps=spent(node, "decode_steps") + spent(node, "step"), tokens=spent(node, "tokens"),
-            rows_in=spent(node, "rows_in"), rows_out=spent(node, "rows_out"),
+            looked=spent(node, "looked"), rows_in=spent(node, "rows_in"), rows_out=spent(node, "rows_out"),
             decoded=tuple(
                 Decoded(**{name: spent(node, f"decode_{size}_{key}") for name, key in _OF_A_SIZE.items()})
                 for size in sorted({key.split("_")[1] for key in now[node] if _SIZE.fullmatch(key)}, key=int)

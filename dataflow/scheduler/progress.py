@@ -22,7 +22,7 @@ _WINDOW_S = 5.0
 _BUSY = "busy"
 _Spent: TypeAlias = dict[str, dict[str, float]]
 """By state and node, seconds."""
-_COUNTED = ("tokens", "version", "step", "turns", "world_s")
+_COUNTED = ("tokens", "looked", "version", "step", "turns", "world_s")
 """What a status has of work done."""
 _DECODED = "decode_"
 """Before what it has of decode steps, by how many rollouts they carry on."""

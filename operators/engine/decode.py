@@ -84,7 +84,7 @@ class Engine:
         self.sampling = sampling
         self.tensors = dict(model.named_parameters()) if tensors is None else dict(tensors)
         self.token_bytes = token_bytes
-        self.version = self.steps = self.drawn = 0
+        self.version = self.steps = self.drawn = self.looked = 0
         self.device = next(model.parameters()).device
         self._stop, self._kernel, self.fused, self._on_adopt = stop, kernel, fused, on_adopt
         self._recomputes = on_update == "recompute"
@@ -163,6 +163,7 @@ class Engine:
                 self.rows.note_masks(drawn.left)
             self.alternatives.note(self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen)
             tokens, logprobs = drawn.tokens, drawn.logprobs
+        self.looked += int(self.rows.lengths.sum())
         self.rows.drew(tokens, logprobs, self.version)
         self.steps += 1
         self.drawn += self.rows.n

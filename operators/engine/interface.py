@@ -21,6 +21,8 @@ class DecodingEngine(Protocol):
     """Decode steps made."""
     drawn: int
     """Tokens drawn."""
+    looked: int
+    """Tokens before each of them, its prompt's too, that attention looked back at."""
 
     @property
     def vocabulary(self) -> int:

@@ -122,10 +122,11 @@ class GeneratorRuntime(Runtime):
 
     def _step(self, starts: list[PromptStart]) -> list[EndedRollout]:
         only_decodes = not starts and not self.engine.waiting
-        began, drawn = self._context.clock(), self.engine.drawn
+        began, drawn, looked = self._context.clock(), self.engine.drawn, self.engine.looked
         ended = self.engine.step(starts)
         if only_decodes:
-            self._times.add(self.engine.drawn - drawn, self._context.clock() - began)
+            spent = self._context.clock() - began
+            self._times.add(self.engine.drawn - drawn, self.engine.looked - looked, spent)
         return ended
 
     def pending(self) -> int:
@@ -179,7 +180,8 @@ class GeneratorRuntime(Runtime):
     def status(self) -> dict[str, float | int | str]:
         """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the last call; `begun`:
         rollouts that have not left, and would be drawn again; `recalled`: tokens that an earlier process had drawn;
-        `decode_64_s` and the like: of steps that began nothing, with 33 to 64 rollouts."""
+        `looked`: tokens that attention looked back at; `decode_64_s` and the like: of steps that began nothing, with 33
+        to 64 rollouts."""
         now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
         then, drawn_then, steps_then = self._seen
         self._seen = (now, drawn, steps)
@@ -190,6 +192,7 @@ class GeneratorRuntime(Runtime):
             "waiting": len(self._admission),
             "tokens": drawn,
             "decode_steps": steps,
+            "looked": self.engine.looked,
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
             "parked": self.engine.waiting,
             "begun": self._begun,

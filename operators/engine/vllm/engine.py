@@ -93,6 +93,7 @@ class VllmEngine:
         self.version = 0
         self.steps = 0
         self.drawn = 0
+        self.looked = 0
         self._stop = stop
         self._deadline_s = deadline_s
         self._ends = frozenset(end_tokens)
@@ -257,6 +258,7 @@ class VllmEngine:
             if live is None:
                 continue
             self.drawn += 1
+            self.looked += len(live.start.prompt) + len(live.tokens)
             if not np.isfinite(logprob):
                 self._over(live, BROKEN)
                 continue

@@ -115,6 +115,7 @@ def test_no_rollout_is_lost_or_doubled_and_each_has_its_length(slots, lengths, c
         assert row["tokens"][: row["start"]].tolist() == work[ticket // copies].prompt.tolist()
     assert engine.live == 0
     assert engine.drawn == sum(lengths) * copies
+    assert engine.looked == sum((1 + i % 5) * n + n * (n - 1) // 2 for i, n in enumerate(lengths)) * copies
 
 
 def test_a_freed_slot_is_refilled_at_the_next_step(adapted):

@@ -53,7 +53,7 @@ def test_more_rollouts_than_slots_are_decoded_one_after_the_other(scripted, star
     engine = scripted(slots=2)
     found = drive(engine, [start([i, i + 1], first=2 * i) for i in range(4)])
     assert sorted(found) == list(range(8)) and engine.free == 2
-    assert engine.drawn == 8 * 5
+    assert (engine.drawn, engine.looked) == (8 * 5, 8 * (3 + 4 + 5 + 6 + 7))
 
 
 def test_tokens_carry_the_version_and_the_weights_that_they_were_drawn_with(scripted, start):
