@@ -163,10 +163,9 @@ class Engine:
                 self.rows.note_masks(drawn.left)
             self.alternatives.note(self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen)
             tokens, logprobs = drawn.tokens, drawn.logprobs
-        self.looked += int(self.rows.lengths.sum())
+        self.drawn, self.looked = self.drawn + self.rows.n, self.looked + int(self.rows.lengths.sum())
         self.rows.drew(tokens, logprobs, self.version)
         self.steps += 1
-        self.drawn += self.rows.n
         self._late.push(self.rows.ticket[: self.rows.n], self._checked[tokens] | ~logprobs.isfinite())
         return self._ended()
 

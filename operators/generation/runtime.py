@@ -121,12 +121,11 @@ class GeneratorRuntime(Runtime):
         return self._out() if worked or self._complete else None
 
     def _step(self, starts: list[PromptStart]) -> list[EndedRollout]:
-        only_decodes = not starts and not self.engine.waiting
-        began, drawn, looked = self._context.clock(), self.engine.drawn, self.engine.looked
-        ended = self.engine.step(starts)
+        engine, only_decodes = self.engine, not starts and not self.engine.waiting
+        began, drawn, looked = self._context.clock(), engine.drawn, engine.looked
+        ended = engine.step(starts)
         if only_decodes:
-            spent = self._context.clock() - began
-            self._times.add(self.engine.drawn - drawn, self.engine.looked - looked, spent)
+            self._times.add(engine.drawn - drawn, engine.looked - looked, self._context.clock() - began)
         return ended
 
     def pending(self) -> int:
@@ -180,8 +179,7 @@ class GeneratorRuntime(Runtime):
     def status(self) -> dict[str, float | int | str]:
         """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the last call; `begun`:
         rollouts that have not left, and would be drawn again; `recalled`: tokens that an earlier process had drawn;
-        `looked`: tokens that attention looked back at; `decode_64_s` and the like: of steps that began nothing, with 33
-        to 64 rollouts."""
+        `looked`: tokens looked back at; `decode_64_s` and the like: of steps with 33 to 64 rollouts that began none."""
         now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
         then, drawn_then, steps_then = self._seen
         self._seen = (now, drawn, steps)
