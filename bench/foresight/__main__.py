@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--policies", type=Path, default=Path("policies"), help=f"{both}: folder for the policies")
     parser.add_argument("--keep", type=Path, help=f"{both}: where run folders stay; those there are not made again")
     parser.add_argument("--seconds", type=float, help=f"{both}: begin no run after so many; call again for the others")
-    parser.add_argument("--rounds", type=int, default=3, help="of --choice: how often placements near the best are run")
+    parser.add_argument("--rounds", type=int, help=f"{both}: how often runs are made (default: 1 and 3)")
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
     parser.add_argument("--models", type=Path, default=MODELS, help="dimensions of models (default: those known here)")
     options = parser.parse_args()
@@ -73,7 +73,7 @@ def main() -> int:
     if options.choice:
         return choice(
             options.json, options.policies, options.keep, [each for each in options.graphs.split("+") if each],
-            options.seconds, options.rounds,
+            options.seconds, options.rounds or 3,
         )  # fmt: skip
     if options.search:
         return search(options.json)
