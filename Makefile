@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 MARK = $(VENV)/.installed
-# One process more than cores, as tests of processes wait for one another; compiled modules are kept, as they start many.
-PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
+# Two processes more than cores, as tests of processes wait for one another; compiled modules are kept, as they start many.
+PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 2))')
 # Shared by all clones: mypy compares what it knows of a file with the file itself.
 TYPES = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dataflow-rl/mypy
 # A thread that waits for others sleeps: there are more processes than cores.

@@ -2,8 +2,10 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import zmq
 
 from dataflow.errors import DeadlineError
 from dataflow.graph import Graph
@@ -15,6 +17,8 @@ from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.kept_counts import CrossedByFile
 from dataflow.worker.messages import NodeCommand
 from dataflow.worker.ports import Ports
+
+_NAP_MS = 5
 
 
 class InlineRun:
@@ -92,8 +96,8 @@ class InlineRun:
         while time.monotonic() < deadline:
             if loop.turn():
                 moved = True
-            elif runtime.pending() and runtime.waits() and not loop.blocked:
-                time.sleep(0.0002)
+            elif runtime.pending() and (waits := runtime.waits()) and not loop.blocked:
+                _await(waits)
             else:
                 break
         return moved
@@ -108,3 +112,11 @@ class InlineRun:
             f"nothing has moved for {self._limits.stall_s:.0f} s in an inline run; the operators say {state}; "
             f"one of them waits for rows that never come"
         )
+
+
+def _await(arrivals: Sequence[Any]) -> None:
+    """Until something arrives, or a deadline of the operator's own may be over."""
+    poller = zmq.Poller()
+    for arrival in arrivals:
+        poller.register(arrival, zmq.POLLIN)
+    poller.poll(_NAP_MS)

@@ -11,7 +11,7 @@ from .outcome import DrawnRuns, RunFigures, listed
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(120)]
 
 ALL = 200
-QUICK = (15, 79, 80, 108, 112, 125, 137, 165)
+QUICK = (49, 99, 125, 178, 192)
 """Of these, those of few processes that have every kind of rank; the slow ones meet each other in every way."""
 
 

@@ -13,12 +13,13 @@ import pytest
 from rigs.graphs import fake_graph, losses, tiny_graph
 from rigs.operators import Around, mute, struck, wrapped
 
-from dataflow import Devices, Model, Result, inline, run, scorer
+from dataflow import Devices, Graph, Model, Result, collect, inline, run, scorer
 from dataflow.errors import DeadlineError, OperatorError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
-from dataflow.testing import FakeGenerator, FakeTrainer
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.loop import NodeLoop
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
@@ -96,6 +97,26 @@ def test_the_timing_of_scorers_leaves_no_trace(policy: Path, folder: Path) -> No
         return losses(trained(policy, folder, scorers=(reward,)).folder)
 
     assert losses_with(pauses=True) == losses_with(pauses=False)
+
+
+def test_who_waits_for_a_process_sleeps_until_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.6 s of waiting are a hundred looks or so, and not thousands."""
+    turns, turn = list[str](), NodeLoop.turn
+
+    def counted(loop: NodeLoop) -> bool:
+        turns.append(loop.node)
+        return turn(loop)
+
+    @scorer(processes=1)
+    def reward(completion: str) -> float:
+        time.sleep(0.6)
+        return 1.0
+
+    monkeypatch.setattr(NodeLoop, "turn", counted)
+    g = Graph("slow")
+    found = collect(reward(FakeGenerator(model=MODEL, group_size=1)(g.source(FakePrompts(size=1)))), rows=1)
+    assert found.column("reward").to_pylist() == [1.0]
+    assert 2 < turns.count("reward") < 600
 
 
 def test_evaluation_leaves_no_trace_in_the_losses_of_a_synchronous_run(

@@ -216,7 +216,9 @@ def test_one_trainer_keeps_what_it_makes_where_it_always_did(light: None, tmp_pa
     assert dataclasses.asdict(folder.checkpoints)["path"] == folder.path / "checkpoints"
 
 
-@pytest.mark.parametrize("is_behind", [False, True], ids=["both at the last step", "the critic behind"])
+@pytest.mark.parametrize(
+    "is_behind", [pytest.param(False, marks=pytest.mark.slow), True], ids=["both at the last step", "the critic behind"]
+)
 def test_both_trainers_go_on_from_their_copies_at_an_address_under_one_ledger(
     policy: Path, machine: None, one_core: None, tmp_path: Path, is_behind: bool
 ) -> None:

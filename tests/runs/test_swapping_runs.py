@@ -64,6 +64,7 @@ def test_a_swap_is_taken_in_by_a_live_run_and_by_who_resumes_it(light: None, mod
     assert again.verdict.clean and rewards(again, 44) == {NEW}
 
 
+@pytest.mark.slow
 def test_knobs_of_the_operator_in_place_are_set_and_those_of_the_one_before_are_gone(
     light: None, module: Path, tmp_path: Path
 ) -> None:

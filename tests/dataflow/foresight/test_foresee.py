@@ -31,9 +31,11 @@ def model(tmp_path: Path) -> Model:
     return made_model(tmp_path / "llama-8b", LLAMA_8B)
 
 
-def graph(model: Model, max_staleness: int = 2, *, reference: bool = False, **knobs: Any) -> Graph:
+def graph(
+    model: Model, max_staleness: int = 2, *, reference: bool = False, prompts: int = 64, **knobs: Any
+) -> Graph:  # fmt: skip
     generator = Generator(model, group_size=16, max_tokens=2048, **knobs)
-    trainer = Trainer(model, loss=aipo, prompts_per_step=64, lr=1e-6, gradient_checkpointing=True)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=prompts, lr=1e-6, gradient_checkpointing=True)
     between = Logprobs(model.frozen()) if reference else lambda rollouts: rollouts
     return wired("foreseen", generator, trainer, max_staleness, between)
 
@@ -348,25 +350,27 @@ async def talk(chat: Any) -> float:
     return 1.0
 
 
-def talks(model: Model, max_staleness: int = 2) -> Graph:
+def talks(model: Model, max_staleness: int = 2, *, prompts: int = 64) -> Graph:
     """As `graph`, in turns."""
     generator = Generator(model, group_size=16, max_tokens=512, context_tokens=4096)
-    trainer = Trainer(model, loss=aipo, prompts_per_step=64, lr=1e-6, gradient_checkpointing=True)
+    trainer = Trainer(model, loss=aipo, prompts_per_step=prompts, lr=1e-6, gradient_checkpointing=True)
     g = Graph("talks")
-    prompts = Prompts(str(Path(model.source).parent / "prompts.jsonl"))
-    trainer(advantage(reward(talk(generator, g.source(prompts)))))
+    rows = Prompts(str(Path(model.source).parent / "prompts.jsonl"))
+    trainer(advantage(reward(talk(generator, g.source(rows)))))
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g
 
 
 def test_an_episode_is_foreseen_with_its_turns_and_the_seconds_of_its_world(model: Model) -> None:
     room = read_devices("16xH100")
-    whole = foresee(graph(model, 0), room, gpus=EIGHT_AND_EIGHT, workload=Workload(mean_tokens=512, sigma=0.0))
+    whole = foresee(
+        graph(model, 0, prompts=16), room, gpus=EIGHT_AND_EIGHT, workload=Workload(mean_tokens=512, sigma=0.0)
+    )
     steps = {}
     for turns, world_s in ((1, 60.0), (4, 0.0), (4, 60.0)):
         texts = Workload(mean_tokens=512, sigma=0.0, turns={"talk": turns}, world_s={"talk": world_s})
         found = [
-            foresee(talks(model, 0), room, gpus=EIGHT_AND_EIGHT, workload=texts, simulated=each)
+            foresee(talks(model, 0, prompts=16), room, gpus=EIGHT_AND_EIGHT, workload=texts, simulated=each)
             for each in (True, False)
         ]
         assert found[0].step_s == pytest.approx(found[1].step_s, rel=0.15)

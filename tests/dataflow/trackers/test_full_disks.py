@@ -33,7 +33,7 @@ def with_library(name: str, given: str = "") -> Any:
     return pytest.param(given or name, marks=[pytest.mark.slow, pytest.mark.skipif(lacks, reason=reason)])
 
 
-@pytest.mark.parametrize("kind", ["for_a_while", "to_the_end"])
+@pytest.mark.parametrize("kind", ["for_a_while", pytest.param("to_the_end", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tracker", [
     "Bulky", with_library("tensorboard"), with_library("mlflow"), with_library("mlflow", "mlflow files"),
 ])  # fmt: skip
@@ -53,7 +53,7 @@ def test_a_library_that_writes_later_than_it_takes_has_a_full_disk_and_loses_not
     made_of("full_library_program.py", kind, library, str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["a_moment", "until_it_is_killed", "all_of_it"])
+@pytest.mark.parametrize("kind", ["a_moment", pytest.param("until_it_is_killed", marks=pytest.mark.slow), "all_of_it"])
 def test_a_run_folder_that_is_full(kind: str, tmp_path: Path) -> None:
     """For a moment in which it is kept how far a tracker has come; and for all that a keeper has to write."""
     made_of("full_folder_program.py", kind, str(tmp_path))

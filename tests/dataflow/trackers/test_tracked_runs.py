@@ -55,7 +55,15 @@ def done(policy: Path, runs: Path, **how: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "at"), [("hang", "log"), ("raise", "start"), ("die", "log"), ("flood", "log"), ("hang", "finish")]
+    ("how", "at"),
+    [
+        ("hang", "log"),
+        ("die", "log"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("raise", "start"), ("flood", "log"), ("hang", "finish"))
+        ),
+    ],
 )
 def test_a_run_has_its_steps_and_losses_whatever_a_tracker_does(
     how: str, at: str, plain: list[tuple[int, float]], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,7 +85,7 @@ def no_program_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
 # What a rollout is
 
 
-@pytest.mark.parametrize("imports", [(), SHARED])
+@pytest.mark.parametrize("imports", [(), pytest.param(SHARED, marks=pytest.mark.slow)])
 def test_what_a_program_was_answered_is_trained_to_the_id(chatty: Path, imports: tuple[str, ...]) -> None:
     """Ids and log-probabilities of the rows are those that the program saw; its prompts are the context."""
     g = Graph("exact")
@@ -296,6 +296,7 @@ def test_a_run_of_agents_whose_worker_is_killed_goes_on_and_is_clean(victim: str
     goes_on_after_a_kill(graph(chatty), victim, tmp_path)
 
 
+@pytest.mark.slow
 def test_programs_of_a_run_that_is_cut_off_are_told_their_turns_again(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

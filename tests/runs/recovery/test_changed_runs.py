@@ -147,9 +147,8 @@ def test_knobs_that_are_set_at_random_moments_are_on_record_by_step_and_a_replay
     is_repeated(folder)
 
 
-@pytest.mark.parametrize(
-    ("count", "kills"), [(3, 1), pytest.param(50, 12, marks=pytest.mark.slow)], ids=["few", "fifty"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "kills"), [(3, 1), (50, 12)], ids=["few", "fifty"])
 def test_a_reward_that_is_swapped_at_random_moments_judges_whole_groups_and_a_replay_repeats_every_loss(
     storm: Callable[[], Storm], tmp_path: Path, count: int, kills: int
 ) -> None:

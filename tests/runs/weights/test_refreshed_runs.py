@@ -129,7 +129,9 @@ def outcome(result: Result) -> list[Any]:
 KINDS = [{"every": 2}, {"every": 1, "decay": 0.5}, {"every": 2, "decay": 0.5}]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]), KINDS[2]], ids=str
+)
 def test_a_run_that_goes_on_reads_with_the_versions_of_one_that_never_stopped(
     kind: Mapping[str, Any], policy: Path, tmp_path: Path
 ) -> None:

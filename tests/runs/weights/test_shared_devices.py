@@ -149,8 +149,14 @@ def test_a_generator_that_nobody_feeds_ends_its_turn_when_what_it_made_is_waited
     assert shared_tokens == tokens and shared_numbers == numbers
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("name", ["generator", "trainer"])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param("generator", signal.SIGKILL, marks=pytest.mark.slow), ("generator", signal.SIGSTOP),
+        ("trainer", signal.SIGKILL), pytest.param("trainer", signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+    ids=["generator-killed", "generator-stopped", "trainer-killed", "trainer-stopped"],
+)  # fmt: skip
 def test_a_turn_is_not_lost_with_the_worker_that_had_it(
     name: str, number: int, light: None, forked: None, tmp_path: Path
 ) -> None:
