@@ -38,7 +38,7 @@ def fitted(runs: Sequence[Run]) -> Rates:
     for _ in range(3):  # each time around the best so far, and finer
         near = np.geomspace(wide, 1 / wide, _GRID)
         tried = np.meshgrid(np.minimum(1.0, memory * near), np.minimum(1.0, compute * near))
-        best = np.unravel_index(badness(*tried).argmin(), tried[0].shape)
+        best = np.unravel_index(np.argmin(badness(*tried)), tried[0].shape)
         memory, compute, wide = float(tried[0][best]), float(tried[1][best]), float(near[-2] / near[-1])
     return replace(
         ASSUMED, memory=memory, compute=compute,

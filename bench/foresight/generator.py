@@ -49,7 +49,7 @@ def not_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
             low = free & (wanted <= 0)
             if not low.any():
                 break
-            x += (x[low] / (x[low] - wanted[low])).min() * (wanted - x)
+            x += np.min(x[low] / (x[low] - wanted[low])) * (wanted - x)
             free &= x > 1e-12
             x[~free] = 0.0
         x = wanted

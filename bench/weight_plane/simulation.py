@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from bench.report import Report
@@ -101,9 +102,9 @@ def figures(plan: CopyPlan, nbytes: int, shards: int) -> tuple[dict[str, float],
     usual = [gather_and_broadcast(nbytes, shards, readers, links) for links in (LINKS, half)]
     best = gather_and_broadcast(nbytes, shards, readers, LINKS, root_links=LINKS.gpus_per_node)
     ours = {
-        "gb_model": nbytes / 1e9, "gb_sent_per_rank": made.source_bytes.sum(axis=1).max() / 1e9,
-        "gb_received_per_rank": made.destination_bytes.sum(axis=1).max() / 1e9,
-        "pairs": int((plan.pair_bytes > 0).sum()), "messages_per_rank": int(made.source_messages.max()),
+        "gb_model": nbytes / 1e9, "gb_sent_per_rank": float(np.max(made.source_bytes.sum(axis=1))) / 1e9,
+        "gb_received_per_rank": float(np.max(made.destination_bytes.sum(axis=1))) / 1e9,
+        "pairs": int((plan.pair_bytes > 0).sum()), "messages_per_rank": int(np.max(made.source_messages)),
         "seconds": made.seconds, "seconds_at_half": cost(plan.pair_bytes, half).seconds,
     }  # fmt: skip
     gathered = {

@@ -154,7 +154,7 @@ def non_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArra
     chosen, barred = np.zeros(len(scale), bool), np.zeros(len(scale), bool)
     for _ in range(_TURNS * len(scale)):
         slope = np.where(chosen | barred, -np.inf, a.T @ (b - a @ found))
-        at = int(slope.argmax())
+        at = int(np.argmax(slope))
         if slope[at] <= least:
             break
         chosen[at] = True
@@ -174,7 +174,7 @@ def _inside(
         low = chosen & (wanted <= 0)
         if not low.any():
             return wanted, chosen
-        way = float((found[low] / np.maximum(found[low] - wanted[low], 1e-300)).min())
+        way = float(np.min(found[low] / np.maximum(found[low] - wanted[low], 1e-300)))
         found = found + way * (wanted - found)
         gone = low & (found <= 1e-12 * max(1e-300, float(np.abs(found).max())))
         if not gone.any():

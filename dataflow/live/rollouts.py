@@ -1,6 +1,7 @@
 """A run's rollouts as pages of a table: from the newest step back, a bounded number of files at a time."""
 
 import collections
+import functools
 import math
 import time
 from collections.abc import Mapping
@@ -132,7 +133,7 @@ class Rollouts:
             pc.match_substring(table.column(name), wanted.search, ignore_case=True).fill_null(False)
             for name in (records.PROMPT, records.COMPLETION, records.ERROR)
         ]  # fmt: skip
-        hit = np.logical_or.reduce([each.to_numpy() for each in hits])
+        hit = functools.reduce(np.logical_or, [each.to_numpy() for each in hits])
         rows = short_rows(table, step, wanted.kind)
         return [row for row, matches in zip(rows, hit.tolist(), strict=True) if matches]
 

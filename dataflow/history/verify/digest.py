@@ -1,5 +1,6 @@
 """What the laws need of Arrow files of rollouts, looked at many at a time: small ones cost little more than one."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ def _digest(tables: list[pa.Table]) -> list[RolloutFile]:
     source, names = _sources(table)
     order = np.lexsort((position, group, source, file))
     is_next = [np.diff(of[order], prepend=-1) != 0 for of in (group, source, file)]
-    begins = np.flatnonzero(np.logical_or.reduce(is_next))
+    begins = np.flatnonzero(functools.reduce(np.logical_or, is_next))
     groups, owners, told = group[order][begins], file[order][begins], names[source[order][begins]]
     broken = _broken(table, group, position, order, begins)
     rows, kinds = np.cumsum(lengths)[:-1], np.searchsorted(owners, np.arange(1, len(tables)))
