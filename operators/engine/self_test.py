@@ -20,8 +20,8 @@ from operators.engine.precision import unrounded
 from operators.engine.prefill import lay_out
 from operators.models.errors import ModelError
 
-PROMPT, TOKENS = 19, 24
-"""Tokens of the prompt, which fills one page and begins another, and of the whole."""
+TOKENS, DECODED = 35, 5
+"""Of the whole, and of those after the prompt: it fills one page and begins another, and they begin a third."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference between logits, relative to the largest logit."""
@@ -91,7 +91,7 @@ def _proved(model: torch.nn.Module, ids: torch.Tensor, expected: torch.Tensor, a
     """The fused step, where it knows the model and gives the same logits."""
     if not supports(model):
         return None
-    fused, first = FusedStep(model), min(PROMPT, len(ids) // 2 + 1)
+    fused, first = FusedStep(model), max(1, len(ids) - DECODED)
     cache, table = KVCache(pages_for(len(ids))), list(range(pages_for(len(ids))))
     prompt = Prefix(tokens=ids[:first].numpy(), cached=0, tables=[table])
     pages, none = torch.tensor([table], dtype=torch.int32), ids[:0]
@@ -125,7 +125,7 @@ def _from_pages(model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None
         return torch.from_numpy(np.ascontiguousarray(values)).to(ids.device)
 
     table = put(np.array([pages], np.int32))
-    prompt = ids[: min(PROMPT, len(ids) // 2 + 1)]
+    prompt = ids[: max(1, len(ids) - DECODED)]
     fresh = lay_out([Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])], put)
     passes = [(prompt, fresh.positions, AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout))]
     ends = put(np.array([0, 1], np.int32)), put(np.zeros(1, np.int32))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from dataflow import Model
 from operators.engine import attention
 from operators.engine.decode import Engine
+from operators.engine.pages import PAGE
 from operators.engine.precision import FORMATS, fault, formats, linear_weights, quantise, unrounded
 from operators.engine.precision import linear as linear_layers
 from operators.engine.precision.formats import pack, per_token, unpack
@@ -443,7 +444,11 @@ def test_a_wrong_kernel_is_left_out_whatever_the_layers_do_with_their_inputs(mak
     def narrow(query, key, value, keys, values, layout, scale, window, softcap):
         return attention.decode(query, key, value, keys, values, layout, scale, 20, softcap)
 
-    for kernel, kept in ((attention.decode, attention.decode), (narrow, None)):
+    def of_two_pages(query, key, value, keys, values, layout, scale, window, softcap):
+        attended = attention.decode(query, key, value, keys, values, layout, scale, window, softcap)
+        return attended * (layout.positions < 2 * PAGE)[:, None, None]
+
+    for kernel, kept in ((attention.decode, attention.decode), (narrow, None), (of_two_pages, None)):
         model = make_model()
         quantise(model, weights)
         monkeypatch.setattr("operators.engine.self_test.native_kernel", lambda model, found=kernel: found)
