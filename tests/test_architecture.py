@@ -163,7 +163,8 @@ def test_no_name_that_tests_import_stands_for_two_files(request: pytest.FixtureR
         places.setdefault(place.parent.name if place.stem == "__init__" else place.stem, []).append(place)
     twice = {stem: found for stem, found in places.items() if len(found) > 1}
     for path in files("tests"):
-        if any(stem in path.read_text() for stem in twice):  # which few do, and reading all would take seconds
+        text = path.read_text()
+        if any(stem in text for stem in twice):  # which few have; parsing all files takes seconds
             wanted = {module.split(".")[0] for module in imports(path)} & twice.keys()
             assert not wanted, f"{name(path)} imports one of {[twice[each] for each in wanted]}"
 

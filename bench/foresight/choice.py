@@ -1,6 +1,6 @@
 """Whether `--gpus auto` picks the fastest of eight placements of each of ten graphs, on two cores.
 
-    python -m bench.foresight --choice --keep FOLDER --json OUT         # an hour, three rounds
+    python -m bench.foresight --choice --keep FOLDER --json OUT         # three quarters of an hour, three rounds
     python -m bench.foresight --choice --keep FOLDER --seconds 200      # some runs; call again until none is missing
     python -m bench.foresight --choice --keep FOLDER --graphs "small+slow scorer"
 

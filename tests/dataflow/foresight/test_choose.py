@@ -154,7 +154,7 @@ def test_ways_of_which_no_device_could_hold_a_rank_are_passed_over_and_what_is_c
 ) -> None:
     """Over random models of which some ways fit, and devices."""
     random, passed_over = Random(0), 0
-    for number in range(4):
+    for number in range(6):
         heads = random.choice([16, 32])
         config = {**TINY, "hidden_size": 128 * heads, "intermediate_size": 512 * heads, "num_attention_heads": heads,
                   "num_hidden_layers": random.choice([24, 48, 96])}  # fmt: skip
