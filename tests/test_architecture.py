@@ -227,9 +227,9 @@ def test_the_lock_has_one_version_of_each_requirement_and_it_is_allowed(python: 
         assert wanted.specifier.contains(locked[wanted.name][0]), f"{wanted}: {locked[wanted.name]}"
 
 
-def test_no_file_is_longer_than_400_lines_and_the_median_is_small() -> None:
+def test_no_file_is_longer_than_600_lines_and_the_median_is_small() -> None:
     sizes = sorted((path.read_text().count("\n"), name(path)) for path in files(*ROOMS))
-    assert sizes[-1][0] <= 400, sizes[-1]
+    assert sizes[-1][0] <= 600, sizes[-1]
     assert sizes[len(sizes) // 2][0] <= 150
 
 
