@@ -27,10 +27,10 @@ STOPS = re.findall(r"^\| \d+ \| `([^`]+)` \|(.*)$", (ROOT / "docs" / "tour.md").
 
 
 def test_the_tour_fits_in_an_afternoon() -> None:
-    """At most 20 files and 4,000 lines."""
+    """At most 20 files and 4,500 lines."""
     files = {file for file, _ in STOPS}
     assert 15 <= len(files) == len(STOPS) <= 20
-    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 4000
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 4500
 
 
 @pytest.mark.parametrize(("file", "said"), STOPS, ids=lambda each: each if each.endswith(".py") else "")
