@@ -13,7 +13,7 @@ from dataflow.errors import RecordError
 from dataflow.records import DROP_REASON, ERROR, GROUP_ID, PROMPT_COLUMNS, ROLLOUT_COLUMNS, AnyArray, note_column
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.callers import Caller, caller_of
-from dataflow.scoring.failure import WORLD, RolloutFailure, status_of
+from dataflow.scoring.failure import DIED, HUNG, RAISED, RolloutFailure, status_of
 from dataflow.scoring.knobs import ScorerKnobs
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.signature import NOTED, Signature
@@ -72,8 +72,9 @@ class _Job:
 class Scoring(Runtime):
     """Scores rows that have no error, were not dropped and have what it reads, and passes every row on.
 
-    A call for a whole batch that fails is made again row by row, so that one bad row fails alone; not where the world
-    failed, which it would for each.
+    A call for several groups that raises, hangs or ends its process is made again group by group, and the log says so;
+    what a function gives to a part of a group is not what it gives to the group. A call that gives no usable answer
+    (a wrong number of values), or whose world failed, is not made again.
 
     consumes: batches, up to about 2,000 rows at a time
     produces: their groups, each once and whole, in the order in which they are ready
@@ -198,9 +199,10 @@ class Scoring(Runtime):
         again: list[AnyArray] = []
         for call, text in answer.failures.items():
             rows = job.rows_of(call)
-            if self._scorer.per == "batch" and len(rows) > 1 and not text.startswith(f"{WORLD}: "):
+            groups = np.unique(held.group_of_row[rows])
+            if self._scorer.per == "batch" and len(groups) > 1 and text.partition(": ")[0] in (RAISED, HUNG, DIED):
                 again.append(rows)
-                np.add.at(held.calls_left, held.group_of_row[rows], 1)
+                held.calls_left[groups] += 1
             else:
                 self._fail(held, rows, text)
         if self._scorer.per == "batch":
@@ -212,7 +214,12 @@ class Scoring(Runtime):
         if not job.left:
             del self._jobs[answer.job]
         for rows in again:
-            self._submit(held, rows, np.arange(len(rows) + 1))
+            firsts = np.flatnonzero(np.diff(held.group_of_row[rows], prepend=-1))
+            self._log.warning(
+                "a call for several groups failed; it is made again for each group", groups=len(firsts), rows=len(rows),
+                first=next(iter(answer.failures.values())),
+            )  # fmt: skip
+            self._submit(held, rows, np.append(firsts, len(rows)))
         if not held.calls_left.any():
             self._held.remove(held)
             self._done.append(held)

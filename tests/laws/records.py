@@ -2,7 +2,7 @@
 
 import ast
 
-from .changes import always, argument, assigned, expression, instead, lacking, never, returned
+from .changes import always, argument, assigned, condition, expression, instead, lacking, never, returned
 from .law import Law
 
 RECORDS = (
@@ -35,11 +35,18 @@ RECORDS = (
         "the look at rows without a value",
     ),
     Law(
-        "one bad row of a batch fails alone",
-        "test_a_batch_function_gets_all_rows_at_once_and_a_bad_one_fails_alone",
+        "one bad group of a batch fails alone",
+        "test_a_batch_function_gets_all_rows_at_once_and_a_bad_group_fails_alone",
         "dataflow:Scoring._take",
-        never("startswith"),
-        "the calls row by row after one that failed",
+        never("RAISED"),
+        "the calls group by group after one that failed",
+    ),
+    Law(
+        "an answer for several rows is never made of answers for some",
+        "test_an_answer_for_several_rows_is_never_made_of_answers_for_some",
+        "dataflow:Scoring._take",
+        condition("len(groups) > 1", "RAISED"),
+        "that a wrong number of values is an error",
     ),
     Law(
         "a call is made again where the world failed, and only there",

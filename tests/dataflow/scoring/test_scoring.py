@@ -263,7 +263,7 @@ def test_what_does_not_apply_changes_no_mean(isolate: bool) -> None:
 # Whole batches, notes, retries
 
 
-def test_a_batch_function_gets_all_rows_at_once_and_a_bad_one_fails_alone(isolate: bool) -> None:
+def test_a_batch_function_gets_all_rows_at_once_and_a_bad_group_fails_alone(isolate: bool) -> None:
     def worth(completion: list[str], answer: list[str]) -> list[float | None]:
         if "bad" in completion:
             raise ValueError("a bad one")
@@ -274,12 +274,12 @@ def test_a_batch_function_gets_all_rows_at_once_and_a_bad_one_fails_alone(isolat
     assert scored.column("worth").to_pylist() == [5.0, None, 5.0, 5.0, 5.0]
     assert scored.column(ERROR).null_count == 5
     scored = score(made, rows(["a", "none", "bad", "c", "d"]))
-    assert scored.column("worth").to_pylist() == [1.0, None, None, 1.0, 1.0]
-    (error,) = scored.column(ERROR).drop_null().to_pylist()
-    assert error.startswith("worth: raised: ValueError: a bad one (test_scoring.py:")
+    assert scored.column("worth").to_pylist() == [2.0, None, None, None, 1.0]
+    errors = scored.column(ERROR).drop_null().to_pylist()
+    assert len(errors) == 2 and errors[0].startswith("worth: raised: ValueError: a bad one (test_scoring.py:")
 
 
-def test_a_row_that_hangs_or_ends_its_process_in_a_batch_fails_alone() -> None:
+def test_a_group_that_hangs_or_ends_its_process_in_a_batch_fails_alone() -> None:
     def worth(completion: list[str]) -> list[float]:
         if "hang" in completion:
             time.sleep(60)
@@ -287,11 +287,46 @@ def test_a_row_that_hangs_or_ends_its_process_in_a_batch_fails_alone() -> None:
             os._exit(3)
         return [1.0 for _ in completion]
 
-    scored = score(scorer(per="batch", timeout_s=0.5)(worth), rows(["a", "hang", "b", "die"]))
-    assert scored.column("worth").to_pylist() == [1.0, None, 1.0, None]
+    scored = score(scorer(per="batch", timeout_s=0.5)(worth), rows(["a", "b", "hang", "c", "die", "d"]))
+    assert scored.column("worth").to_pylist() == [1.0, 1.0, None, None, None, None]
     assert [error and error[:12] for error in scored.column(ERROR).to_pylist()] == [
-        None, "worth: hung:", None, "worth: died:",
+        None, None, "worth: hung:", "worth: hung:", "worth: died:", "worth: died:",
     ]  # fmt: skip
+
+
+def one_for_all(completion: list[str]) -> list[float]:
+    return [1.0]
+
+
+def mean_of_all(completion: list[str]) -> Array:
+    return np.mean([len(each) for each in completion])  # type: ignore[return-value]
+
+
+def rank(completion: list[str]) -> list[float]:
+    lengths = [len(each) if each else 1 // 0 for each in completion]
+    return [float(sorted(lengths).index(length)) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("function", "completions", "said"),
+    [
+        (one_for_all, ["a", "b", "c", "d"], "unusable: returned 1 values for 4 rows"),
+        (mean_of_all, ["a", "bb", "c", "dd"], "unusable: returned np.float64(1.5)"),
+        (rank, ["a", "", "ccc", "d"], "raised: ZeroDivisionError"),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+@pytest.mark.parametrize("group", [2, 4], ids=["two groups", "one group"])
+def test_an_answer_for_several_rows_is_never_made_of_answers_for_some(
+    function: Any, completions: list[str], said: str, group: int, isolate: bool
+) -> None:
+    """A function may compare rows: asked for one alone, it says something else of it."""
+    scored = score(scorer(per="batch", isolate=isolate)(function), rows(completions, group))
+    whole_groups = [1.0, 0.0] if function is rank and group == 2 else [None, None]
+    assert scored.column(function.__name__).to_pylist() == [*[None] * 2, *whole_groups]
+    errors = scored.column(ERROR).drop_null().to_pylist()
+    assert len(errors) == 4 - 2 * (whole_groups[0] is not None)
+    assert all(error.startswith(f"{function.__name__}: {said}") for error in errors)
 
 
 def test_the_rows_other_columns_come_by_keyword_and_those_of_the_engine_do_not(isolate: bool) -> None:
