@@ -23,8 +23,9 @@ from dataflow.history.replay import Wishes, report_replay
 from dataflow.launchers.launcher import Launcher
 from dataflow.launchers.named import known_hosts, launcher_named
 from dataflow.limits import Limits
+from dataflow.model_files import PROMISED
 from dataflow.planning.hosts import Devices
-from dataflow.run import inline, make_plan, run
+from dataflow.run import check_start, inline, make_plan, run
 from dataflow.trackers.chosen import Wished
 from dataflow.trackers.libraries.prometheus import PrometheusTracker
 
@@ -60,11 +61,16 @@ def main(
         if flags["resume"] is not None and (begun := recorded_launch(RunFolder.open(flags["resume"]))) is not None:
             check_flags(begun, chosen)
         launcher = launcher_named(flags["on"]) if flags["on"] else None
-        graph = build(**chosen)
-        if wishes is not None:
-            status = report_replay(graph, wishes)
-        else:
-            _act(graph, flags, launcher, this_launch(chosen) if args is None else None, limits)
+        runs = wishes is not None or not (flags["explain"] or flags["draw"] or flags["foresee"])
+        promises = PROMISED.set(None if runs else {})
+        try:
+            graph = build(**chosen)
+            if wishes is not None:
+                status = report_replay(graph, wishes)
+            else:
+                _act(graph, flags, launcher, this_launch(chosen) if args is None else None, limits)
+        finally:
+            PROMISED.reset(promises)
     except DataflowError as error:
         if HOSTED.get(None) is not None:
             raise
@@ -177,11 +183,20 @@ def _act(
             f"devices are chosen, and paid, before a run, but {found} comes without --foresee; give --foresee 16xH100, "
             f"say, and run with the flags that it prints"
         )
+    on = inline() if flags["inline"] else launcher
+    track = _trackers(flags["track"], flags["metrics_port"])
+    if flags["explain"]:
+        check_start(
+            graph, on=on, steps=flags["steps"], seed=flags["seed"], keep_steps=flags["keep_steps"], track=track,
+            resume=flags["resume"], listen=flags["listen"], standby=flags["standby"],
+        )  # fmt: skip
     if flags["explain"] or flags["draw"]:
         devices = Devices.of(known_hosts(launcher)) if launcher is not None else None
         planned = make_plan(graph, **how, devices=devices, one_process=flags["inline"])
         if flags["explain"]:
             print(planned.explain())
+            for source, promise in (PROMISED.get() or {}).items():
+                print(f"{source} is not there yet: {promise.how} makes it when the run starts")
         if flags["draw"]:
             print(f"drew {graph.draw(flags['draw'], planned)}")
         return
@@ -190,10 +205,10 @@ def _act(
         planned = make_plan(graph, **how, one_process=flags["inline"])
         foreseen = foreseen_of_run(graph, planned, flags["workload"], flags["constants"], steps=flags["steps"])
     run(
-        graph, **how, on=inline() if flags["inline"] else launcher, seed=flags["seed"], runs=flags["runs"],
+        graph, **how, on=on, seed=flags["seed"], runs=flags["runs"],
         quiet=flags["quiet"], resume=flags["resume"], foreseen=foreseen,
         standby=flags["standby"], keep_steps=flags["keep_steps"], checkpoint_to=flags["checkpoint_to"], launch=launch,
-        limits=limits, track=_trackers(flags["track"], flags["metrics_port"]),
+        limits=limits, track=track,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, checked
 from dataflow.graph import Graph
 from dataflow.node import Sink, Source
 from dataflow.records import GROUP_ID, POSITION, schema
@@ -19,6 +19,7 @@ from dataflow.stream import Stream
 from dataflow.worker.host import Settings
 
 
+@checked
 def collect(stream: Stream[Any], *, rows: int, seed: int = 0) -> pa.Table:
     """The first `rows` rows of a stream, in the order of their groups; fewer where the prompts end before.
 

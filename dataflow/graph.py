@@ -12,7 +12,7 @@ import pyarrow as pa
 from dataflow.annotations import fits
 from dataflow.check import check, missing_column, newest_fault, refresh_fault, wrong_type
 from dataflow.draw import draw, mimebundle
-from dataflow.errors import GraphError, nearest
+from dataflow.errors import GraphError, checked, nearest
 from dataflow.node import Generate, Operator, Source, Weights
 from dataflow.planning.plan import Plan
 from dataflow.planning.set_values import with_values
@@ -109,6 +109,7 @@ class Graph(Structure):
         self._add(operator)
         return self._record(operator, streams, Stream(self, operator.name, streams[0].source, columns))
 
+    @checked
     def feedback(
         self, weights: Weights, reader: Operator, *, max_staleness: int | None = None, every: int | None = None
     ) -> None:

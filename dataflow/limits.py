@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.errors import DeadlineError
+from dataflow.errors import DeadlineError, KnobCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Patience:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(metaclass=KnobCheck):
     """Deadlines of a run. Seconds in which it is stopped (Ctrl-Z) count for none of them."""
 
     start_s: float = 300.0

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, KnobCheck
 
 HEADS = ("lm", "value", "score")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -14,7 +14,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class LoRA:
+class LoRA(metaclass=KnobCheck):
     """Low-rank adapters (arXiv 2106.09685): weights stay as they were loaded, and W + alpha / rank * B @ A is computed.
 
     Only A and B are trained, travel to the readers and are in checkpoints. There is no dropout: rollouts of a group
@@ -52,7 +52,7 @@ class LoRA:
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(metaclass=KnobCheck):
     """A Hugging Face folder or hub id, and how it is to be loaded.
 
     Two operators that are given equal models share one set of weights; a trainer changes them,

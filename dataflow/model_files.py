@@ -2,6 +2,9 @@
 
 import json
 import struct
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,34 @@ INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _TOKENIZER_CONFIG, _TEMPLATES = "tokenizer_config.json", ("chat_template.jinja", "chat_template.json")
 _MOST_HEADER = 100 << 20
+_HUB_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromisedModel:
+    """What the files of a model will tell that a run makes when it starts."""
+
+    config: Mapping[str, Any]
+    shapes: Mapping[str, list[int]]
+    """By tensor."""
+    how: str
+    """For people."""
+
+
+PROMISED: ContextVar[dict[str, PromisedModel] | None] = ContextVar("promised", default=None)
+"""By source, models that an explanation does not make; None: this is none, so that models are made."""
+
+
+def promised(source: str) -> PromisedModel | None:
+    """Of a model that a run would make first; None: it is there, or nobody promised it."""
+    return (PROMISED.get() or {}).get(source)
+
+
+def config_of(source: str) -> Any:
+    """The config of the model in a folder. Raises OSError, ValueError."""
+    if (made := promised(source)) is not None:
+        return made.config
+    return json.loads((Path(source) / _CONFIG).read_text("utf-8"))
 
 
 def folder_fault(model: Model) -> str | None:
@@ -18,6 +49,8 @@ def folder_fault(model: Model) -> str | None:
     where it may be well, or the model is none of this machine's."""
     folder = Path(model.source)
     head = f"model '{model.name}' cannot be loaded: "
+    if promised(model.source) is not None:
+        return None
     if not folder.is_dir():
         if folder.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
             return (
@@ -47,12 +80,16 @@ def folder_fault(model: Model) -> str | None:
 
 
 def start_fault(model: Model) -> str | None:
-    """Why a run cannot start with this model: what `folder_fault` says, a config of a kind that no decoder has, or
-    weights that are no safetensors."""
+    """Why a run cannot start with this model: what `folder_fault` says, an id that the hub does not know, a config of
+    a kind that no decoder has, or weights that are no safetensors."""
     if (fault := folder_fault(model)) is not None:
         return fault
     folder = Path(model.source)
-    if not folder.is_dir() or ((folder / ADAPTER_CONFIG).is_file() and not (folder / _CONFIG).is_file()):
+    if promised(model.source) is not None:
+        return None
+    if not folder.is_dir():
+        return _hub_fault(model)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / _CONFIG).is_file():
         return None
     head = f"model '{model.name}' cannot be loaded: "
     try:
@@ -74,6 +111,26 @@ def start_fault(model: Model) -> str | None:
             tensor_shapes(file)
         except (OSError, ValueError) as error:
             return f"{head}{error}; copy it again"
+    return None
+
+
+def _hub_fault(model: Model) -> str | None:
+    """Why a model that is no folder here cannot be had: it is not in the hub's cache, and the hub has none."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        for name in (_CONFIG, ADAPTER_CONFIG):
+            if isinstance(try_to_load_from_cache(model.source, name, revision=model.revision), str):
+                return None
+        get_hf_file_metadata(hf_hub_url(model.source, _CONFIG, revision=model.revision), timeout=_HUB_S)
+    except Exception as error:
+        if type(error).__name__ in ("EntryNotFoundError", "RemoteEntryNotFoundError"):  # adapters alone, perhaps
+            return None
+        why = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no word'])[0]:.200}"
+        return (
+            f"model '{model.name}' cannot be loaded: there is no folder {model.source} here, and the hub gives no "
+            f"model of that id ({why}); give a folder with config.json and safetensors, or an id on the hub"
+        )
     return None
 
 

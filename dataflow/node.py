@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dataflow.errors import GraphError, nearest
+from dataflow.errors import GraphError, KnobCheck
 from dataflow.model import Model
 from dataflow.model_files import start_fault
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns
@@ -68,19 +68,6 @@ class Traits:
     """Steps between two rounds of an evaluation; None: it evaluates nothing."""
     port: int = 0
     """On which each of its replicas listens; 0: on none, or on any that is free."""
-
-
-class KnobCheck(type):
-    """Turns an unknown knob into a GraphError that names the nearest one."""
-
-    def __call__(cls, *args: Any, **knobs: Any) -> Any:
-        """Make the operator, its keyword arguments checked first."""
-        known = {item.name for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
-        for knob in knobs:
-            if knob not in known:
-                hint = nearest(knob, known) or f"; it has {sorted(known)}"
-                raise GraphError(f"{cls.__name__} has no knob '{knob}' (got {knob}={knobs[knob]!r:.60}){hint}")
-        return super().__call__(*args, **knobs)
 
 
 @dataclass(frozen=True, eq=False)

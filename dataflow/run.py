@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dataflow.agent.host_program import HOSTED
 from dataflow.display import for_a_while, make_view
-from dataflow.errors import GraphError, Replaced
+from dataflow.errors import GraphError, Replaced, checked
 from dataflow.folder import run_hold
 from dataflow.folder.copies.parts import CONFIG as COPIES
 from dataflow.folder.copies.taking import copies_of
@@ -52,7 +52,7 @@ from dataflow.scheduler.table import Table
 from dataflow.structure import kept_by
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
-from dataflow.trackers.chosen import TRACK, Wished, choose, recorded_names
+from dataflow.trackers.chosen import TRACK, ChosenTracker, Wished, choose, recorded_names
 from dataflow.worker.host import Settings
 
 KEEP = "keep_steps"
@@ -111,6 +111,7 @@ class Result:
         return html_of(RunFolder.open(self.folder))
 
 
+@checked
 def make_plan(
     graph: Graph,
     *,
@@ -147,6 +148,7 @@ def make_plan(
     return dataclasses.replace(made, listen=listen)
 
 
+@checked
 def run(
     graph: Graph,
     *,
@@ -212,25 +214,13 @@ def run(
     if (host := HOSTED.get(None)) is not None:
         _check_files(graph)
         host.serve(graph, make_plan(graph, **host.inputs.arguments))
-    if steps is not None and steps < 1:
-        raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
-    if keep_steps is not None and keep_steps < 0:
-        raise GraphError(
-            f"a run keeps the last 0 steps or more, but keep_steps is {keep_steps}; leave it out to keep all"
-        )
-    before, recorded = None, None
-    if resume is None:
-        _check_files(graph)
-    else:
-        before = RunFolder.open(resume)
-        recorded = RecordedRun.read(before)
-        check_same(before, recorded, graph_facts(graph), seed)
+    before, recorded, trackers = check_start(
+        graph, on=on, steps=steps, seed=seed, keep_steps=keep_steps, resume=resume, track=track, listen=listen,
+        standby=standby,
+    )  # fmt: skip
+    if recorded is not None:
         steps, seed = recorded.steps if steps is None else steps, recorded.seed
         keep_steps = recorded.config.get(KEEP) if keep_steps is None else keep_steps
-        track = recorded.config.get(TRACK) if track is None else track
-    trackers = choose(track or ())
-    if isinstance(on, Launcher):
-        check_hosted(listen, standby=standby)
     in_one_process = isinstance(on, Inline)
     told: Callable[[str], object] = _unheard if quiet else _print
     here = this_machine()
@@ -309,6 +299,37 @@ def run(
         folder=folder.path, seconds=outcome.seconds, steps=outcome.steps, verdict=verdict,
         busy_seconds=outcome.busy_seconds, efficiency=bound.share if bound else 0.0,
     )  # fmt: skip
+
+
+def check_start(
+    graph: Graph, *, on: Inline | Launcher | None, steps: int | None, seed: int | None, keep_steps: int | None,
+    resume: str | Path | None, track: Sequence[Wished] | None, listen: str, standby: bool,
+) -> tuple[RunFolder | None, RecordedRun | None, tuple[ChosenTracker, ...]]:  # fmt: skip
+    """Refuse what no plan tells of a run that could not start; `run`, and whoever explains one, ask for it.
+
+    Gives the folder of the run that goes on, what it says of its run, and the trackers. Errors: GraphError, RunError.
+    """
+    if not (on is None or isinstance(on, Inline | Launcher)):
+        raise GraphError(
+            f"a run goes on inline() or on a launcher, but on is {on!r:.60}; leave it out for this machine"
+        )
+    if steps is not None and steps < 1:
+        raise GraphError(f"a run makes at least 1 step, but steps is {steps}; give a number above 0 or leave it out")
+    if keep_steps is not None and keep_steps < 0:
+        raise GraphError(
+            f"a run keeps the last 0 steps or more, but keep_steps is {keep_steps}; leave it out to keep all"
+        )
+    before, recorded = None, None
+    if resume is None:
+        _check_files(graph)
+    else:
+        before = RunFolder.open(resume)
+        recorded = RecordedRun.read(before)
+        check_same(before, recorded, graph_facts(graph), seed)
+        track = recorded.config.get(TRACK) if track is None else track
+    if isinstance(on, Launcher):
+        check_hosted(listen, standby=standby)
+    return before, recorded, choose(track or ())
 
 
 @contextlib.contextmanager

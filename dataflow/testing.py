@@ -85,6 +85,10 @@ class FakeGenerator(Generate):
     in_flight: int | None = None
     temperature: float = settable(1.0, at=GROUP)
 
+    def missing(self) -> str | None:
+        """It loads no model."""
+        return None
+
     @property
     def traits(self) -> Traits:
         """What a graph is checked for."""
@@ -171,6 +175,10 @@ class FakeTrainer(Learn):
     def at_temperature(self, temperature: float) -> Operator:
         """With that one."""
         return replace(self, temperature=temperature)
+
+    def missing(self) -> str | None:
+        """It loads no model."""
+        return None
 
     @property
     def traits(self) -> Traits:

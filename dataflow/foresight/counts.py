@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from dataflow.errors import GraphError
+from dataflow.model_files import config_of
 from transport.weights.costs.decoder import Decoder as Decoder
 from transport.weights.costs.decoder import Latent as Latent
 
@@ -76,7 +75,7 @@ def counts_of(source: str) -> Counts:
 def decoder_of(source: str) -> Decoder:
     """Dimensions of the model in a folder. GraphError as `counts_of`."""
     try:
-        return Decoder.from_config(json.loads((Path(source) / "config.json").read_text("utf-8")))
+        return Decoder.from_config(config_of(source))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GraphError(
             f"the dimensions of model '{source}' are not at hand: {type(error).__name__}: {error}; put its config.json "

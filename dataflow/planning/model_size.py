@@ -1,12 +1,11 @@
 """How large a model is, read from the header of its safetensors files without loading a byte of it."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from dataflow.model import ALL_LINEAR, LoRA
-from dataflow.model_files import tensor_shapes
+from dataflow.model_files import config_of, promised, tensor_shapes
 from dataflow.structure import Structure
 from dataflow.weight_ends import Refresh
 
@@ -92,17 +91,18 @@ class ModelSize:
 def measure_models(graph: Structure) -> dict[str, ModelSize]:
     """Sizes by source, of those models whose folder is at hand."""
     sources = {operator.uses.source for operator in graph.operators.values() if operator.uses is not None}
-    found = {source: _measure(Path(source)) for source in sorted(sources)}
+    found = {source: _measure(source) for source in sorted(sources)}
     return {source: size for source, size in found.items() if size is not None}
 
 
-def _measure(folder: Path) -> ModelSize | None:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        return None
+def _measure(source: str) -> ModelSize | None:
+    made = promised(source)
     try:
-        shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+        files = sorted(Path(source).glob("*.safetensors"))
+        shapes = made.shapes if made else {name: each for file in files for name, each in tensor_shapes(file).items()}
     except (OSError, ValueError):
+        return None
+    if not shapes:
         return None
     layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
     inner = {path: shape for path, shape in layers.items() if not _is_outer(path)}
@@ -110,14 +110,14 @@ def _measure(folder: Path) -> ModelSize | None:
     ends = [rows * columns for path, (rows, columns) in layers.items() if path not in inner]
     return ModelSize(
         parameters=sum(map(math.prod, shapes.values())), largest_end=max(ends, default=0), linear=linear,
-        **_shape(folder),
+        **_shape(source),
     )  # fmt: skip
 
 
-def _shape(folder: Path) -> dict[str, int]:
+def _shape(source: str) -> dict[str, int]:
     """What the config says of the layers, in the names that most decoders have; nothing where it says less."""
     try:
-        found = json.loads((folder / "config.json").read_text("utf-8"))
+        found = config_of(source)
         config = found.get("text_config") or found
         layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])
         heads = int(config["num_attention_heads"])

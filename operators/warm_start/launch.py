@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dataflow.errors import GraphError, RunError
+from dataflow.model_files import PROMISED
 from dataflow.system.channel import Channel
 from dataflow.system.child import end, program
 from dataflow.system.clocks import Countdown
@@ -49,7 +50,8 @@ def warm_start(
     The policy is trained by `python -m operators.warm_start` in a process of its own, so the caller never
     imports torch. A folder made earlier from the same arguments and examples is returned as it is; one made
     from others is replaced, in one rename, when the new policy is complete. The same arguments give the same
-    weights: the work is bounded by `steps`, not by time.
+    weights: the work is bounded by `steps`, not by time. An explanation (--explain, --draw, --foresee) trains nothing:
+    the folder is promised.
 
     Args:
         folder: where the policy will stand.
@@ -71,8 +73,11 @@ def warm_start(
             f"a warm start would replace {target}, which it did not make; found a folder or file without "
             f"{RECORD_FILE}; name another folder or remove that one"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as name:
+    if PROMISED.get() is None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=target.parent if target.parent.is_dir() else None, prefix=f".{target.name}-"
+    ) as name:
         work = Path(name)
         spec = WarmStartSpec(
             alphabet=alphabet,
@@ -89,6 +94,9 @@ def warm_start(
             examples_sha256=_write_examples(work / "examples.jsonl", examples),
         )
         if recorded_fingerprint(target) == spec.fingerprint:
+            return target
+        if (promises := PROMISED.get()) is not None:
+            promises[str(target)] = spec.promise()
             return target
         (work / "spec.json").write_text(json.dumps(dataclasses.asdict(spec)), "utf-8")
         with shown(f"warm start of {target.name}", steps) as report:

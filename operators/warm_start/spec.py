@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from dataflow.errors import GraphError
+from dataflow.model_files import PromisedModel
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 """Tokens of every policy beside its characters; with EOS a turn ends."""
@@ -76,6 +77,28 @@ class WarmStartSpec:
             raise GraphError(
                 f"learning_rate of a warm start must lie between 0 and 1; found {self.learning_rate}; try 1e-3"
             )
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens: the characters, and those of every policy."""
+        return len(self.alphabet) + len((PAD, EOS, UNKNOWN))
+
+    def promise(self) -> PromisedModel:
+        """What the files of the policy will tell, for an explanation that does not make it."""
+        config = {
+            "model_type": "llama", "vocab_size": self.vocabulary, "hidden_size": self.width,
+            "intermediate_size": self.mlp_width, "num_hidden_layers": self.layers, "tie_word_embeddings": True,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.heads,
+            "max_position_embeddings": self.max_positions,
+        }  # fmt: skip
+        wide, high = [self.mlp_width, self.width], [self.width, self.mlp_width]
+        layer = {f"self_attn.{name}_proj": [self.width, self.width] for name in "qkvo"}
+        layer |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": high}
+        layer |= {"input_layernorm": [self.width], "post_attention_layernorm": [self.width]}
+        shapes = {"model.embed_tokens.weight": [self.vocabulary, self.width], "model.norm.weight": [self.width]}
+        for number in range(self.layers):
+            shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+        return PromisedModel(config=config, shapes=shapes, how=f"a warm start of {self.steps} steps")
 
     @property
     def fingerprint(self) -> str:

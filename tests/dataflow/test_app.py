@@ -8,6 +8,9 @@ import pytest
 
 from dataflow import Graph, GraphError, Model, RunError, cli, inline, main, run, scorer
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from graphs import sorting
+from operators import Generator, Trainer
+from operators.credit import advantage
 
 
 @scorer(isolate=False)
@@ -56,6 +59,55 @@ def test_explain_prints_the_plan_and_runs_nothing(tmp_path: Path, capsys: pytest
     main(build, args=["--explain", "--runs", str(tmp_path / "runs")])
     assert "generator" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [("policies/nope", "no folder policies/nope here, and the hub gives no model"), ("./nope", "no folder ./nope")],
+)
+def test_explain_refuses_a_model_that_is_not_there_as_the_run_does(
+    policy: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_real() -> Graph:
+        graph, model = Graph("test"), Model(policy)
+        Trainer(model)(advantage(reward(Generator(model)(graph.source(FakePrompts())))))
+        return graph
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    errors = []
+    for flags in (["--explain"], ["--quiet"]):
+        with pytest.raises(SystemExit) as ended:
+            main(build_real, args=flags)
+        assert ended.value.code == 1
+        errors.append(capsys.readouterr().err)
+    assert said in errors[0] and errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--steps", "0"), "at least 1 step"), (("--keep-steps", "-1"), "the last 0 steps or more"),
+        (("--track", "wandbb"), "did you mean 'wandb'"), (("--resume", "runs/nope"), "no run folder"),
+    ],
+)  # fmt: skip
+def test_explain_refuses_the_flags_that_the_run_would_refuse(
+    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of("--explain", *flags) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("looks", [("--explain",), ("--draw", "g.svg"), ("--foresee", "2xcpu")])
+def test_whoever_looks_at_a_graph_trains_no_warm_start_and_is_told_as_if_it_were_there(
+    looks: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("operators.warm_start.launch._train", lambda *args: pytest.fail("it was trained"))
+    monkeypatch.chdir(tmp_path)
+    main(sorting.build, args=[*looks, "--policy", "made/later"])
+    told = capsys.readouterr().out
+    assert not (tmp_path / "made").exists()
+    if "--explain" in looks:
+        assert "weights 2.5 MiB" in told and "a warm start of 140 steps makes it when the run starts" in told
 
 
 @pytest.mark.parametrize("suffix", ["svg", "dot", "mmd", "html"])

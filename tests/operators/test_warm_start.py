@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from dataflow.errors import GraphError
+from dataflow.model_files import tensor_shapes
 from operators.warm_start import WarmStartError, launch, warm_start
 from operators.warm_start.__main__ import ORPHANED
 from operators.warm_start.spec import RECORD_FILE, WarmStartSpec, recorded_fingerprint
@@ -70,6 +71,14 @@ def test_the_tokenizer_has_a_token_per_character_and_gives_every_text_back(made)
     assert len(tokens) == 6
     assert tokenizer.decode([*tokens, tokenizer.eos_token_id], skip_special_tokens=True) == "aab=ba"
     assert tokenizer("aZ")["input_ids"][1] == tokenizer.unk_token_id
+
+
+def test_what_is_promised_of_a_policy_is_what_its_files_tell(made):
+    spec = WarmStartSpec(**json.loads((made / RECORD_FILE).read_text())["spec"])
+    config = json.loads((made / "config.json").read_text())
+    promise = spec.promise()
+    assert promise.shapes == tensor_shapes(made / "model.safetensors")
+    assert dict(promise.config) == {name: config[name] for name in promise.config}
 
 
 def test_the_record_tells_what_made_the_folder(made):

@@ -1,11 +1,12 @@
 """What a loss function asks for: parameters without defaults are columns, those with defaults are knobs."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from dataflow.errors import hint
 
 COMPUTED = ("new_logprobs", "new_values", "mask", "entropy", "rollout_index", "group_index")
 """What the trainer computes by itself, each [T]; log-probabilities, values and entropy have a gradient."""
@@ -85,9 +86,9 @@ def _keywords(loss: Any) -> dict[str, Any]:
 
 
 def _unknown(node: str, name: str, where: str, bound: set[str], known: list[str]) -> str:
-    close = [near for knob in sorted(bound) for near in difflib.get_close_matches(knob, known, n=1)]
-    hint = f"did you mean '{close[0]}'?" if close else "take it away"
-    return f"loss '{name}' ({where}) of '{node}' has no knob {sorted(bound)}, only {known}; {hint}"
+    return "\n".join(
+        f"loss '{name}' ({where}) of '{node}' has no knob '{knob}'{hint(knob, known)}" for knob in sorted(bound)
+    )
 
 
 def _where(function: Any) -> str:

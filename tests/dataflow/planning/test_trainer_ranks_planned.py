@@ -162,7 +162,10 @@ def graph_of_main() -> Graph:
     return build()
 
 
-def test_the_command_line_takes_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_line_takes_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataflow.node.start_fault", lambda model: None)
     main(graph_of_main, args=["--ranks", "trainer=2", "--explain", "--runs", str(tmp_path)])
     said = capsys.readouterr().out
     assert "weights trainer -> generator: shared_memory (2 trainer ranks -> 1 reader, from the weights" in said
