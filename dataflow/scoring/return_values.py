@@ -13,6 +13,7 @@ import pyarrow as pa
 from dataflow.scoring.failure import RAISED, UNUSABLE, WORLD
 from dataflow.scoring.retrying import WORLD_ERRORS
 from dataflow.scoring.signature import NOTED, Noted
+from dataflow.system.text import sound
 
 _LONGEST_ERROR = 500
 _INT64 = range(-(2**63), 2**63)
@@ -110,11 +111,7 @@ def _checked_kind(value: Any, kind: type) -> Any:
 
 
 def _checked_text(value: Any) -> str:
-    text: str = _checked_kind(value, str)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Unscored("returned text that UTF-8 cannot hold; remove lone surrogates") from None
+    text: str = sound(_checked_kind(value, str))
     return text
 
 

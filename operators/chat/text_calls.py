@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dataflow.system.text import strict_json
 from operators.chat.tool_calls import BrokenCall, CallFormat, between
 
 
@@ -59,7 +59,7 @@ def _python(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str |
             if keyword.arg is None or keyword.arg in arguments:
                 raise BrokenCall(f"a call names no argument, or one twice; found {inside[:80]!r}; name each once")
             arguments[keyword.arg] = ast.literal_eval(keyword.value)
-        return call.func.id, json.dumps(arguments, ensure_ascii=False, allow_nan=False), None
+        return call.func.id, strict_json(arguments), None
     except BrokenCall:
         raise
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:

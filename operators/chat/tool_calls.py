@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow.system.text import strict_json
 from operators.chat.chat_format import ChatFormat, Message
 
 
@@ -103,18 +104,17 @@ def format_of(form: ChatFormat) -> CallFormat | None:
     return FORMATS["llama"] if text.startswith("{") and '"xqf3"' in text else None
 
 
-def _never(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_never)
+_DECODER = json.JSONDecoder()
 
 
 def _value(text: str, at: int = 0) -> tuple[Any, int]:
-    """The JSON value that stands at a place, and where it ends. Raises BrokenCall."""
+    """The JSON value that stands at a place, and where it ends. Raises BrokenCall, as for NaN and half of a character,
+    which no answer can hold."""
     at += len(text[at:]) - len(text[at:].lstrip())
     try:
-        return _DECODER.raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, at)
+        strict_json(value)
+        return value, end
     except (ValueError, RecursionError) as error:
         raise BrokenCall(f"a call is no JSON: {error}; found {text[at : at + 80]!r}; write it as JSON") from error
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dataflow.system.text import strict_json
 from operators.environments.session import InvalidAction, Seen, worded
 
 _NUMBER = re.compile(r"-?\d+")
@@ -78,7 +79,9 @@ def _array(said: str, space: Any) -> Any:
 
     for found in reversed(re.findall(r"\[[^\[\]]*\]", said)):
         try:
-            return np.asarray(json.loads(found), space.dtype).reshape(space.shape)
+            numbers = json.loads(found)
+            strict_json(numbers)
+            return np.asarray(numbers, space.dtype).reshape(space.shape)
         except (ValueError, TypeError, OverflowError):
             continue
     return None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataflow.errors import WorldFailed
+from dataflow.system.text import strict_json
 from operators.environments.session import ANSWER_BYTES, InvalidAction, Seen, worded
 from operators.session_pool import Away, NoRoom
 
@@ -71,6 +72,7 @@ class OpenEnvSession:
         """An action that the policy wrote as JSON, or what it said as the one text of the action."""
         with contextlib.suppress(ValueError):
             action = json.loads(said)
+            strict_json(action)
             if isinstance(action, dict):
                 return action
         if self.field is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dataflow.errors import WorldFailed
+from dataflow.system.text import sound
 from operators.environments.session import InvalidAction, Seen, Session, checked_reward, seed_of
 from operators.environments.systems import started
 from operators.episodes.chat import Chat, EpisodeOver
@@ -54,8 +55,8 @@ class Play:
     def heard(self, seen: Seen) -> str:
         """What the policy hears of it."""
         if self.wording is None or isinstance(seen.raw, InvalidAction):
-            return seen.text
-        return self.wording(seen.raw) if seen.raw is not None else ""
+            return sound(seen.text)
+        return sound(self.wording(seen.raw)) if seen.raw is not None else ""
 
 
 _FUNCTIONS: dict[str, Callable[..., Coroutine[Any, Any, float]]] = {}

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
 from dataflow.errors import OperatorError
 from dataflow.scoring.calls import Ask
+from dataflow.system.text import sound, strict_json
 from operators.episodes.conversations import FIRST, ConversationOrigin
 from operators.episodes.heard import Heard, text_of
 from operators.episodes.reply import Reply
 from operators.tools.rollout_tools import RolloutTools
 
+MOST_TOKENS = (1 << 31) - 1
+"""Of a turn, as columns hold them."""
 HEARD_CHARACTERS = 1 << 20
 """Most that the world may say between two turns of the policy: more than any context holds."""
 
@@ -40,7 +44,8 @@ class Chat(Protocol):
         has none left."""
 
     def hear(self, text: str) -> None:
-        """The world's turn: it stands in the context of what the policy says next, and is not trained."""
+        """The world's turn: it stands in the context of what the policy says next, and is not trained. Bytes of it that
+        could not be decoded are heard as U+FFFD."""
 
     async def call(self, reply: Reply) -> list[str]:
         """Make the calls of a turn, one after the other, and let the policy hear what they came to; that is returned.
@@ -142,8 +147,9 @@ def told(text: str | None) -> bytes:
 
 
 def rewriting(kind: str, value: Any) -> str:
-    """How a past was rewritten, as text: `keep` the last turns, another `text`, or other `messages`."""
-    return json.dumps({kind: value})
+    """How a past was rewritten, as text: `keep` the last turns, another `text`, or other `messages`. Raises ValueError
+    or TypeError for what is no JSON."""
+    return strict_json(sound({kind: value}))
 
 
 @dataclass
@@ -217,11 +223,13 @@ class AskedChat:
 
     async def say(self, *, max_tokens: int | None = None) -> Reply:
         """As `Chat.say`."""
-        if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens < 1):
+        is_whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+        if max_tokens is not None and not (is_whole and max_tokens > 0):
             raise OperatorError(
-                f"chat.say needs room for a token, but got max_tokens={max_tokens!r}; give 1 or more, or leave it out"
+                f"chat.say needs room for a token, but got max_tokens={max_tokens!r}; give a whole number from 1 up, "
+                f"or leave it out"
             )
-        said = await self.among.say(self, max_tokens)
+        said = await self.among.say(self, None if max_tokens is None else min(max_tokens, MOST_TOKENS))
         if said is None:
             raise EpisodeOver("the policy has no turn left")
         tools = self.among.tools
@@ -264,13 +272,14 @@ class AskedChat:
         self._hear(text)
 
     def _hear(self, heard: Heard) -> None:
+        heard = sound(heard)
         _bounded(len(text_of([*self.heard, heard])))
         if heard:
             self.heard.append(heard)
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
         """As `Chat.agent`."""
-        return self.among.begin(ConversationOrigin(role=str(role), history=self._history(history)))
+        return self.among.begin(ConversationOrigin(role=sound(str(role)), history=self._history(history)))
 
     def branch(self, tries: int) -> list[AskedChat]:
         """As `Chat.branch`."""
@@ -302,7 +311,12 @@ class AskedChat:
         """As `Chat.reward`."""
         if not self.rewards:
             raise OperatorError(f"chat.reward({value!r}) comes before the policy said anything; call chat.say first")
-        self.rewards[-1] += float(value)
+        total = self.rewards[-1] + float(value)
+        if not math.isfinite(total):
+            raise OperatorError(
+                f"a turn is worth a finite number, but chat.reward got {value!r:.60}; give none where none applies"
+            )
+        self.rewards[-1] = total
 
     def cut_off(self) -> None:
         """As `Chat.cut_off`."""
@@ -314,14 +328,21 @@ class AskedChat:
             made = rewriting("text", history)
         else:
             messages = list(history)
-            if not self.among.has_messages or not messages or not all(isinstance(each, Mapping) for each in messages):
+            if not self.among.has_messages or not messages or not all(map(_is_message, messages)):
                 raise OperatorError(
-                    f"a chat's history is text, or messages where Generator(chat=True); found {messages!r:.60}; give "
-                    f"it what is to stand before the policy's next turn"
+                    f"a chat's history is text, or messages where Generator(chat=True), each with a role and a text; "
+                    f"found {messages!r:.60}; give it what is to stand before the policy's next turn"
                 )
             made = rewriting("messages", [dict(message) for message in messages])
         _bounded(len(made))
         return made
+
+
+def _is_message(found: Any) -> bool:
+    if not isinstance(found, Mapping) or not isinstance(found.get("role"), str):
+        return False
+    content = found.get("content")
+    return isinstance(content, str | list) or (content is None and bool(found.get("tool_calls")))
 
 
 def _bounded(characters: int) -> None:

@@ -24,10 +24,11 @@ from dataflow.records import (
 )
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
-from dataflow.scoring.failure import RolloutFailure, status_of
+from dataflow.scoring.failure import UNUSABLE, RolloutFailure, status_of
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Asked
-from operators.chat.chat_format import ChatError, ChatFormat, Message
+from dataflow.system.text import sound
+from operators.chat.chat_format import ChatFormat, Message
 from operators.engine.finish_reasons import BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
@@ -267,8 +268,9 @@ class EpisodesRuntime(Runtime):
                 question.heard, question.most, rewards=question.rewards, rewritten=question.rewritten,
                 conversation=question.conversation, origin=question.origin,
             )  # fmt: skip
-        except ChatError as error:
-            each.error, found = str(error), None
+        except Exception as error:  # whatever a template, or a tokenizer, makes of what the world said
+            failure = RolloutFailure(self._name, UNUSABLE, f"{type(error).__name__}: {error}")
+            each.error, found = sound(str(failure)), None
         if not each.talk.is_drawing(each.turn[0]):
             self._withdraw(each)
         if not isinstance(found, TurnRequest):

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from dataflow.system.text import strict_json
 from operators.serving.errors import ApiError
 
 
@@ -37,21 +38,17 @@ class Bounds:
 def read_json(text: str, most_values: int) -> Any:
     """The values of a JSON text.
 
-    Raises ValueError where it is none, has too many values or nests too deep, and for a lone surrogate: half of a
-    character, which no file and no answer can hold.
+    Raises ValueError where it is none, has too many values or nests too deep, and for what no file and no answer can
+    hold: a lone surrogate, which is half of a character, and numbers that are not finite.
     """
     values = 1 + sum(map(text.count, "[{,"))
     if values > most_values:
         raise ValueError(f"it may have {values} values, and at most {most_values} are taken; send less at once")
     try:
         found = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("its brackets nest too deep") from error
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ValueError(f"it has {half} alone, half of a character that needs two; leave it out") from error
+    strict_json(found)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -349,7 +350,7 @@ def _number(
     most: float = math.inf,
 ) -> float:
     found = given.get(name, default)
-    fits = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    fits = isinstance(found, int | float) and not isinstance(found, bool) and abs(found) <= sys.float_info.max
     if not fits or found < least or found <= above or found > most:
         range_ = f"above {above:g}" if above > -math.inf else f"of at least {least:g}"
         upto = "" if most == math.inf else f" and at most {most:g}"

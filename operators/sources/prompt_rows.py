@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from dataflow.errors import RecordError
 from dataflow.records import PROMPT, PROMPT_ID, Columns
+from dataflow.system.text import is_sound
 from operators.sources.row_files import Fault, FoundRow
 
 _ROWS_AT_ONCE = 8192
@@ -233,9 +234,10 @@ def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:
         return Fault(kind=f"null in '{name}'", detail=f"has null in '{name}'", do="fill it, or skip it with rows=...")
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
-    if isinstance(value, str) and not _is_text(value):
+    is_kind = kind is not None and _is_kind(value, kind)
+    if not is_kind and not is_sound(value):
         return Fault(kind=f"broken text in '{name}'", detail=f"has half a character in '{name}'", do="mend the text")
-    if kind is not None and not _is_kind(value, kind):
+    if kind is not None and not is_kind:
         return Fault(
             kind=f"wrong type in '{name}'",
             detail=f"has {value!r:.60} ({type(value).__name__}) in '{name}', where others have {kind}",
@@ -246,19 +248,9 @@ def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:
     return value
 
 
-def _is_text(value: str) -> bool:
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _is_kind(value: Any, kind: pa.DataType) -> bool:
     if pa.types.is_string(kind):
-        return isinstance(value, str)
+        return isinstance(value, str) and is_sound(value)
     if pa.types.is_boolean(kind):
         return isinstance(value, bool)
     if isinstance(value, bool):

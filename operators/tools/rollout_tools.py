@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from dataflow.errors import OperatorError, WorldFailed
+from dataflow.system.text import sound
 from operators.chat.chat_format import Message
 from operators.chat.function_tools import arguments_of, result_of
 from operators.chat.tool_calls import ReadTurn
@@ -133,7 +134,7 @@ def shown(value: Any, characters: int) -> str:
     '{"a": 1}'
     """
     text = value if isinstance(value, str) else _written(value)
-    cut = text[:characters].encode("utf-8", "replace").decode()
+    cut = sound(text[:characters])
     return cut if len(text) <= characters else f"{cut}\n[cut: {len(text)} characters in all]"
 
 

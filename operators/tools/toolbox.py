@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dataflow.system.text import sound
 from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.chat.function_tools import definitions_of
 from operators.chat.text_calls import TextCalls
@@ -38,7 +39,7 @@ class Toolbox:
         self.toolsets: list[Toolset] = [tool for tool in tools if isinstance(tool, Toolset)]
         functions = [tool for tool in tools if not isinstance(tool, Toolset)]
         own = definitions_of(functions)
-        theirs = [toolset.definitions() for toolset in self.toolsets]
+        theirs = [sound(toolset.definitions()) for toolset in self.toolsets]
         self.definitions = [*own, *(each for some in theirs for each in some)]
         names = [each["function"]["name"] for each in self.definitions]
         twice = sorted({name for name in names if names.count(name) > 1})

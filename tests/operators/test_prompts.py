@@ -244,6 +244,14 @@ def with_bad_line(folder: Path, line: bytes) -> Path:
     return path
 
 
+@pytest.mark.parametrize("rest", [["\ud83d"], {"a": "\ud83d"}, [{"a": ["\udce9"]}]])
+def test_half_a_character_within_a_column_is_named(rest: Any) -> None:
+    good = json.loads(json.dumps(rest, ensure_ascii=True).replace("\\ud83d", "x").replace("\\udce9", "x"))
+    rows = [{"prompt": "a", "rest": good}, {"prompt": "b", "rest": rest}]
+    with pytest.raises(RecordError, match="half a character in 'rest'"):
+        build(Prompts(rows, columns=("rest",)))
+
+
 @pytest.mark.parametrize("kind", BAD_LINES)
 def test_a_bad_line_is_named_with_its_file_when_the_run_starts(kind: str, tmp_path: Path) -> None:
     line, said = BAD_LINES[kind]

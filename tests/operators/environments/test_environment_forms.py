@@ -49,10 +49,10 @@ class Discrete(Space):
 
 
 class Box(Space):
-    shape, dtype = (2,), np.dtype(np.float32)
+    shape, dtype, most = (2,), np.dtype(np.float32), 1.0
 
     def fits(self, action: Any) -> bool:
-        return action.shape == self.shape and bool((abs(action) <= 1).all())
+        return action.shape == self.shape and bool((abs(action) <= self.most).all())
 
 
 class Others(Space):
@@ -113,7 +113,9 @@ def test_gymnasium_actions_are_read_as_the_space_has_them(gymnasium: list[Line])
     assert words.read("not left but right") == 1
     arrays = made("gymnasium:Line-v0", {"space": Box()})
     assert arrays.read("[1, 2] no, [0.5, -1]").tolist() == [0.5, -1.0]
-    for session, said in ((numbers, "left"), (numbers, "7"), (words, "up"), (arrays, "[1, 2, 3]"), (arrays, "[9, 9]")):
+    endless = made("gymnasium:Line-v0", {"space": Box(most=np.inf)})
+    for session, said in ((numbers, "left"), (numbers, "7"), (words, "up"), (arrays, "[1, 2, 3]"), (arrays, "[9, 9]"),
+                          (endless, "[1e999, 0]"), (endless, "[NaN, 0]")):  # fmt: skip
         with pytest.raises(InvalidAction, match="That is no action; say "):
             session.read(said)
     with pytest.raises(TypeError, match="which no text is read as; give"):

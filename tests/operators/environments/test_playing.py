@@ -72,6 +72,15 @@ def test_what_the_environment_says_is_heard_and_its_rewards_stand_at_their_turns
     assert chat.heard == ["7=", "a=", "z=", "b="] and chat.rewards == [1.0, 0.0, 1.0] and not chat.is_cut_off
 
 
+def test_bytes_that_an_environment_could_not_decode_are_heard_and_stand_in_prompts(tmp_path: Path) -> None:
+    half = b"caf\xe9".decode("utf-8", "surrogateescape")
+    chat = Spoken(["a", "b"])
+    played(chat, tmp_path, {"seed": 7}, wording=lambda raw: half)
+    assert chat.heard == ["caf\N{REPLACEMENT CHARACTER}"] * 3
+    world = environment("counted:world", options={"folder": str(tmp_path)}, wording=lambda raw: half)
+    assert world.tasks(range(1)).source[0]["prompt"] == "caf\N{REPLACEMENT CHARACTER}"
+
+
 def test_what_the_prompt_says_already_is_not_heard_a_second_time(tmp_path: Path) -> None:
     for prompt in ("go: 7=", json.dumps([{"role": "user", "content": "go: 7="}])):
         chat = Spoken(["a", "b"])

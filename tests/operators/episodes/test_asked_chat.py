@@ -84,7 +84,7 @@ def test_who_has_no_turn_left_may_cut_the_past_and_ask_again() -> None:
         (lambda chat: chat.keep_last(-1), "takes a number of turns, but got -1; give 0 or more"),
         (
             lambda chat: chat.rewrite([{"role": "user", "content": "a"}]),
-            r"or messages where Generator\(chat=True\); found",
+            r"or messages where Generator\(chat=True\), each with a role and a text; found",
         ),
         (lambda chat: chat.rewrite("a" * (1 << 20)), "says too much between two turns"),
     ],

@@ -14,9 +14,14 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", 
 USER = {"role": "user", "content": "hello"}
 
 
+TORN = [CALLED.replace('"a":1', f'"a":{value}') for value in (r'"\ud83d"', "1e999", "-Infinity", "[" * 200 + "]" * 200)]
+"""Calls that no answer can hold."""
+
+
 def answers(prompt):
     """A call, and once its result is there, the answer."""
-    return "hello world" if "<|im_start|>tool\n" in prompt else CALLED
+    torn = prompt.partition("torn ")[2][:1]
+    return TORN[int(torn)] if torn else "hello world" if "<|im_start|>tool\n" in prompt else CALLED
 
 
 @pytest.fixture
@@ -141,6 +146,23 @@ def test_anthropics_messages_call_tools(client, rows, tooled):
     for wrong in ({"max_tokens": None}, {"messages": 3}, {"thinking": {"type": "enabled"}}, {"tools": [{}]}):
         error = post(client, "/v1/messages", {**ask, **wrong}, status=400)
         assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("torn", range(len(TORN)))
+def test_a_call_that_no_answer_can_hold_is_the_text_that_the_policy_wrote(client, torn, stream):
+    tool = {"name": "add", "description": "Adds."}
+    user = {"role": "user", "content": f"torn {torn}"}
+    own = {"model": "tiny", "stream": stream}
+    asked = {
+        "/v1/chat/completions": {**own, "messages": [user], "tools": [TOOL]},
+        "/v1/messages": {**own, "messages": [user], "tools": [{**tool, "input_schema": SCHEMA}], "max_tokens": 900},
+        "/v1/responses": {**own, "input": [user], "tools": [{"type": "function", **tool, "parameters": SCHEMA}]},
+    }
+    for path, body in asked.items():
+        answer = client.post(path, json=body)
+        assert answer.status_code == 200 and '"error": {' not in answer.text, answer.text
+        assert stream or (r"<tool_call>\n{\"arguments\": {\"a\":" in answer.text and "tool_use" not in answer.text)
 
 
 def test_openais_responses_call_tools(client, rows, tooled):

@@ -143,7 +143,7 @@ def test_a_call_is_made_with_the_functions_own_arguments() -> None:
         ("[add(1, 'x')]", "error: TypeError: unsupported operand type(s) for +: 'int' and 'str'"),
         ("[add(1)]", "error: 'add' needs ['b']; found ['a']; give each of them"),
         ("[sub(1)]", "error: there is no tool 'sub'; there are ['add', 'block', 'fetch']; call one of these"),
-        ("[fetch('odd')]", "?"),
+        ("[fetch('odd')]", "\N{REPLACEMENT CHARACTER}"),
     ],
 )
 def test_what_goes_wrong_in_a_call_is_told_to_the_policy(call: str, told: str) -> None:

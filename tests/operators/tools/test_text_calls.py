@@ -42,6 +42,7 @@ def test_a_call_as_python_writes_it_is_read_with_its_values(a: object, b: object
         ("[add(**{})]", "names no argument"),
         ("[add(1, a=2)]", "or one twice"),
         ("[add(1e999)]", "cannot be read"),
+        (r"[add('\ud83d')]", "half of a character"),
         ("[add({1, 2})]", "cannot be read"),
         ("[(1, 2)]", "is no name"),
         ("[" + "(" * 5000 + "]", "cannot be read"),

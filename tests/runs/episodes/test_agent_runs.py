@@ -241,6 +241,7 @@ WRONG = {
     "dies": "died: its program ended by signal 9",
     "shouts": "unusable: it said more than 1024 KB",
     "mumbles": "unusable: the last line of its output returned 'no number'",
+    "nests": "unusable: the last line of its output returned '[[[",
     "silent": "unusable: its program ended well and never called",
 }
 
