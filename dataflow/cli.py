@@ -1,8 +1,13 @@
 """The `dataflow` command: looks at the folders of runs, and speaks to a run that is under way."""
 
+import inspect
 import json
+import platform
+import re
+import shutil
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +15,9 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from dataflow.display import Summary, make_view
+from dataflow.display import Summary, make_view, say
 from dataflow.doctor.examine import examine
-from dataflow.errors import DataflowError, GraphError
+from dataflow.errors import DataflowError, GraphError, nearest
 from dataflow.folder.copies.address import is_own
 from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.run_folder import RunFolder
@@ -20,6 +25,7 @@ from dataflow.folder.run_hold import seen_in_part
 from dataflow.foresight.calibration import calibrate as fit_runs
 from dataflow.foresight.calibration import described, to_plain
 from dataflow.foresight.seen import look
+from dataflow.history.environment import package_versions
 from dataflow.history.launch import start_again
 from dataflow.history.replay import Wishes
 from dataflow.history.resume import RecordedRun
@@ -41,46 +47,59 @@ from dataflow.scheduler.requests import (
     ask_to_swap,
     told_replicas,
 )
+from dataflow.scoring.forms import split_form
 from dataflow.settable import read_value
 from dataflow.system.files import write_atomically
 from dataflow.trackers.command import track_run
 
-Run = Annotated[Path, tyro.conf.Positional]
+Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 def main() -> None:
     """Run the command line; the process ends with its status."""
-    status = 0
     try:
-        status = tyro.extras.subcommand_cli_from_dict(
-            {
-                "verify": check,
-                "show": show,
-                "scale": scale,
-                "swap": swap,
-                "set": set_knobs,
-                "checkpoint": checkpoint,
-                "stop": stop,
-                "resume": resume,
-                "replay": replay,
-                "doctor": doctor,
-                "live": live,
-                "track": track_run,
-                "calibrate": calibrate,
-                "launch": launch,
-                "list": list_runs,
-                "compare": compare_runs,
-                "export": export_run,
-                "report": report_run,
-            },
-            prog="dataflow",
-            description="Look at the folders of runs, and speak to a run that is under way.",
-        )
+        status = _run(sys.argv[1:])
     except DataflowError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+        say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", sys.stderr)
         status = 2
     sys.exit(status)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    name, *rest = arguments or ["--help"]
+    commands = {name: command for group in COMMANDS.values() for name, command in group.items()}
+    if name in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if name == "--version":
+        print(_versions())
+        return 0
+    if name not in commands:
+        alike = nearest(name, [*commands, "--version", "--help"])
+        raise GraphError(f"dataflow has no command '{name}'{alike}; give one of those that dataflow --help names")
+    status: int = tyro.cli(commands[name], args=rest, prog=f"dataflow {name}")
+    return status
+
+
+def _overview() -> str:
+    """All commands, each with the first clause of what it says of itself."""
+    lines = ["usage: dataflow [--version] COMMAND [RUN] [OPTIONS]", ""]
+    width = max(shutil.get_terminal_size().columns, 40)
+    for title, group in COMMANDS.items():
+        lines.append(title)
+        for name, command in group.items():
+            says = re.split(r"[:;.](?=\s|$)", inspect.getdoc(command) or "")[0]
+            lines += textwrap.wrap(says, width, initial_indent=f"  {name:<11} ", subsequent_indent=" " * 14)
+        lines.append("")
+    return "\n".join([*lines, *_ENDING])
+
+
+def _versions() -> str:
+    versions = {"dataflow-rl": "not installed", "python": platform.python_version(), **package_versions()}
+    told = ", ".join(f"{name} {versions[name]}" for name in ("dataflow-rl", "python", "torch") if name in versions)
+    return f"{told}, from {Path(__file__).parents[1]}"
 
 
 def check(run: Run = Path("runs/latest")) -> int:
@@ -124,7 +143,9 @@ _CONTROLS = Controls(
 )  # fmt: skip
 
 
-def scale(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
+def scale(
+    run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NODE=COUNT")]
+) -> int:
     """Let replicas of a node join or leave a run that is under way; returns once the run has taken the wish in.
 
     Args:
@@ -135,7 +156,7 @@ def scale(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) ->
     return 0
 
 
-def swap(run: Run, wish: Annotated[str, tyro.conf.Positional]) -> int:
+def swap(run: Run, wish: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NODE=OPERATOR")]) -> int:
     """Let another operator take the place of a scorer or filter in a run that is under way; generator and trainer stay.
 
     It is imported and checked first, in a process of its own: what does not fit is refused, and the run goes on as it
@@ -144,20 +165,26 @@ def swap(run: Run, wish: Annotated[str, tyro.conf.Positional]) -> int:
 
     Args:
         run: the run folder, such as runs/latest.
-        wish: which node, and the operator's module and name there, as in reward=rewards:strict, or
-            reward=trl:rewards:accuracy for a plain function that was written for another system.
+        wish: which node, and the operator: reward=rewards:strict by its module and name there,
+            reward=path/to/rewards.py:strict by its file; with trl:, say, in front a plain function that was written
+            for another system: reward=trl:rewards:accuracy.
     """
     node, _, reference = wish.partition("=")
     if not node or not reference:
         raise GraphError(
-            f"a swap names a node and an operator, but got {wish!r}; write it as reward=rewards:strict, the module and "
-            f"the operator's name there"
+            f"a swap names a node and an operator, but got {wish!r}; write it as reward=rewards:strict or "
+            f"reward=path/to/rewards.py:strict, the module or file and the operator's name there"
         )
+    form, place = split_form(reference)
+    if place.rpartition(":")[0].endswith(".py"):
+        reference = f"{form}{':' if form else ''}{Path(place).absolute()}"
     print(ask_to_swap(RunFolder.open(run), node, reference))
     return 0
 
 
-def set_knobs(run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
+def set_knobs(
+    run: Run, wishes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NODE.KNOB=VALUE")]
+) -> int:
     """Let knobs of a run that is under way have other values: trainer.lr=3e-6 generator.top_p=0.9 reward.scale=2.
 
     Each operator says which of its knobs may change, and at which boundary the next value counts; what may not is
@@ -290,7 +317,7 @@ def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.Fla
 
 
 def live(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("runs/latest"),),
+    runs: Runs = (Path("runs/latest"),),
     port: int = 0,
     steer: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
@@ -304,9 +331,7 @@ def live(
     return serve_page(runs, ask_for_state, port, _CONTROLS if steer else None)
 
 
-def calibrate(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path = Path("constants.json"), kind: str = "cpu"
-) -> int:
+def calibrate(runs: Runs, out: Path = Path("constants.json"), kind: str = "cpu") -> int:
     """Fit the constants of what is foreseen to run folders: python -m graphs.aipo --foresee .. --constants FILE.
 
     Args:
@@ -334,6 +359,24 @@ def _wish(text: str) -> tuple[str, int]:
     if not node or not count.isdigit():
         raise GraphError(f"a wish names a node and a number of replicas, but got {text!r}; write it as generator=3")
     return node, int(count)
+
+
+COMMANDS: Mapping[str, Mapping[str, Callable[..., int]]] = {
+    "look at runs": {
+        "list": list_runs, "show": show, "live": live, "doctor": doctor, "verify": check, "compare": compare_runs,
+        "report": report_run, "export": export_run, "track": track_run,
+    },
+    "change a run that is under way": {
+        "set": set_knobs, "swap": swap, "scale": scale, "checkpoint": checkpoint, "stop": stop,
+    },
+    "go on with a run, or train it again": {"resume": resume, "replay": replay},
+    "before a run": {"launch": launch, "calibrate": calibrate},
+}  # fmt: skip
+"""By what they are for."""
+_ENDING = (
+    "RUN is the folder of a run, runs/latest where it is left out. dataflow COMMAND --help says more.",
+    "A run is started by its program, as python -m graphs.sorting.",
+)
 
 
 if __name__ == "__main__":

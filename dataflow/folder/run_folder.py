@@ -1,6 +1,7 @@
 """The folder of one run: where each thing stands, written so that a crash leaves it readable."""
 
 import contextlib
+import difflib
 import os
 import re
 import time
@@ -52,9 +53,9 @@ class RunFolder:
         """The folder of a run that was made before. Errors: RunFolderError when there is none."""
         found = Path(path)
         if not found.is_dir():
+            why = "that is a file" if found.exists() else f"nothing is there{_alike(found)}"
             raise RunFolderError(
-                f"no run folder at '{path}': {'that is a file' if found.exists() else 'nothing is there'}; "
-                f"give the folder that the run printed, or runs/latest"
+                f"no run folder at '{path}': {why}; give the folder that the run printed, or runs/latest"
             )
         return cls(found.resolve(), extras or Extras())
 
@@ -207,6 +208,17 @@ def surviving(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         known = line.get("node"), line.get("step")
         found[number if None in known else (*known, "eval_accuracy" in line)] = dict(line)
     return list(found.values())
+
+
+def _alike(path: Path) -> str:
+    """'; did you mean ...?' where a run beside it, or in runs/, is called much like it, or begins so."""
+    known: dict[str, Path] = {}
+    for root in (Path("runs"), path.parent):
+        with contextlib.suppress(OSError):
+            known |= {each.name: each for each in root.iterdir() if (each / "config.json").exists()}
+    begin_so = [name for name in sorted(known) if name.startswith(path.name)]
+    close = difflib.get_close_matches(path.name, known, n=1) or begin_so[-1:]
+    return f"; did you mean '{known[close[0]]}'?" if close else ""
 
 
 def _new_folder(root: Path, name: str) -> Path:

@@ -54,7 +54,7 @@ class Swap:
     @property
     def mark(self) -> str:
         """For a curve."""
-        return f"{self.node} = {self.reference}"
+        return f"{self.node} = {self.reference.rpartition('/')[2]}"
 
     def __str__(self) -> str:
         """For people."""

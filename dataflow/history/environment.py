@@ -23,7 +23,7 @@ def environment(devices: Devices) -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(), "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(), "cpus": devices.cpus, "memory_bytes": devices.memory_bytes,
-        "packages": _packages(),
+        "packages": package_versions(),
     }  # fmt: skip
     if devices.gpus:
         found |= {"gpus": devices.gpus, "gpu_models": _gpu_models(), "gpu_driver": _first(_GPUS / "version")}
@@ -33,7 +33,8 @@ def environment(devices: Devices) -> dict[str, Any]:
 
 
 @functools.cache
-def _packages() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Of this engine, if it is installed, and of what it computes with."""
     return {name: version for name in _PACKAGES if (version := _version(name))}
 
 

@@ -185,4 +185,8 @@ def _plain(value: Any) -> Any:
 
 def _found(module: str, folder: str) -> bool:
     """Whether `python -m module` would find it from a folder; asks for the file of its first package alone."""
-    return importlib.machinery.PathFinder.find_spec(module.split(".")[0], [folder, *sys.path]) is not None
+    package = module.split(".")[0]
+    with contextlib.suppress(ImportError, ValueError):  # an installation that is edited has a finder of its own
+        if importlib.util.find_spec(package) is not None:
+            return True
+    return importlib.machinery.PathFinder.find_spec(package, [folder, *sys.path]) is not None

@@ -20,12 +20,14 @@ from dataflow.runs.report import write_report
 from dataflow.system.files import to_json
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-Folder = Annotated[Path, tyro.conf.Positional]
+Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 CURVE_CELLS = 60
 """Of a curve in the terminal."""
 
 
-def list_runs(folder: Folder = Path("runs"), *, json: Flag = False) -> int:
+def list_runs(
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path("runs"), *, json: Flag = False
+) -> int:
     """List the runs of a folder, newest first: state, steps, accuracy or reward, age. Looks only, at live ones too.
 
     Args:

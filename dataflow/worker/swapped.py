@@ -40,12 +40,17 @@ def swapped(graph: Graph, swaps: Iterable[Swap]) -> Graph:
 
 def find(swap: Swap) -> Swap:
     """The same with its module's text, as it stands now. Errors: GraphError where there is none."""
-    module, colon, attribute = _place(swap).partition(":")
-    if not colon or not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
+    module, attribute = _place(swap)
+    if not all(
+        part.isidentifier() for part in [*attribute.split("."), *([] if _is_file(module) else module.split("."))]
+    ):
         raise GraphError(
             f"an operator is named by its module and what it is called there, but got '{swap.reference}'; write it as "
-            f"{swap.node}=rewards:strict, or {swap.node}=trl:rewards:strict where it was written for another system"
+            f"{swap.node}=rewards:strict or {swap.node}=path/to/rewards.py:strict, or {swap.node}=trl:rewards:strict "
+            f"where it was written for another system"
         )
+    if _is_file(module):
+        return _with_text(swap, str(Path(module).absolute()))
     if module == "__main__":
         raise GraphError(
             f"'{swap.reference}' names the program that is running, which cannot be read anew; name the module as one "
@@ -66,26 +71,35 @@ def find(swap: Swap) -> Swap:
         raise GraphError(
             f"'{swap.reference}' names module '{module}', which has no Python file; put the operator into one"
         )
+    return _with_text(swap, spec.origin)
+
+
+def _with_text(swap: Swap, file: str) -> Swap:
     try:
-        text = Path(spec.origin).read_bytes()
+        text = Path(file).read_bytes()
     except OSError as error:
-        raise GraphError(f"'{spec.origin}' cannot be read: {error.strerror}; make it readable") from error
+        raise GraphError(
+            f"'{file}' cannot be read where the run is: {error.strerror}; put it there, and make it readable"
+        ) from error
     if len(text) > MOST_BYTES:
         raise GraphError(
-            f"'{spec.origin}' has {len(text):,} bytes, and a run keeps a module of {MOST_BYTES:,} at most; put the "
-            f"operator into a smaller one"
+            f"'{file}' has {len(text):,} bytes, and a run keeps a module of {MOST_BYTES:,} at most; put the operator "
+            f"into a smaller one"
         )
     try:
         source = text.decode()
     except UnicodeDecodeError as error:
-        raise GraphError(f"'{spec.origin}' is no UTF-8 text ({error}); save it as that") from error
-    return replace(swap, file=spec.origin, source=source, digest=hashlib.sha256(text).hexdigest())
+        raise GraphError(f"'{file}' is no UTF-8 text ({error}); save it as that") from error
+    return replace(swap, file=file, source=source, digest=hashlib.sha256(text).hexdigest())
 
 
 def load(swap: Swap) -> Any:
     """What a reference names in its module's text. Errors: GraphError where that fails, or names nothing."""
-    module, _, attribute = _place(swap).partition(":")
-    _import_package(swap)
+    module, attribute = _place(swap)
+    if _is_file(module):
+        module = f"{Path(module).stem}_swapped"
+    else:
+        _import_package(swap)
     spec = importlib.util.spec_from_file_location(module, swap.file, loader=_Kept(module, swap))
     assert spec is not None and spec.loader is not None, "it was given one"
     found: Any = importlib.util.module_from_spec(spec)
@@ -156,7 +170,7 @@ def _written(operator: Operator) -> Mapping[str, str]:
 
 def _import_package(swap: Swap) -> None:
     """The packages that its module stands in."""
-    package = _place(swap).partition(":")[0].rpartition(".")[0]
+    package = _place(swap)[0].rpartition(".")[0]
     if package:
         try:
             importlib.import_module(package)
@@ -164,9 +178,14 @@ def _import_package(swap: Swap) -> None:
             raise _not_imported(swap, error) from error
 
 
-def _place(swap: Swap) -> str:
-    """MODULE:ATTRIBUTE of a reference, without the form in front of it."""
-    return split_form(swap.reference)[1]
+def _place(swap: Swap) -> tuple[str, str]:
+    """Module, or file, and attribute of a reference, without the form in front of it."""
+    module, _, attribute = split_form(swap.reference)[1].rpartition(":")
+    return module, attribute
+
+
+def _is_file(module: str) -> bool:
+    return module.endswith(".py")
 
 
 def _places() -> list[str]:

@@ -164,6 +164,62 @@ def test_the_command_verifies_and_shows_a_run(
         assert said in capsys.readouterr().out
 
 
+def typed(*words: str) -> int | str | None:
+    """The status of the `dataflow` command with these words."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["dataflow", *words])
+        cli.main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_the_command_alone_says_what_there_is(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(*words) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {name} " in told for group in cli.COMMANDS.values() for name in group)
+    assert "--version" in told and "runs/latest" in told
+
+
+def test_the_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("--version") == 0
+    assert re.search(r"dataflow-rl \S+, python \S+, torch \S+, from /", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("verfy", "runs/latest"), "no command 'verfy'; did you mean 'verify'?"),
+        (("--verison",), "did you mean '--version'?"), (("resume", "--step", "3"), "--steps"),
+        (("show", "latest"), "did you mean 'runs/latest'?"), (("show", "runs/sortin-2026"), "did you mean 'runs/sorting-2026'?"),
+        (("show", "sorting"), "did you mean 'runs/sorting-2026'?"), (("scale", "runs/sorting-2026", "x=1"), "takes no commands"),
+    ],
+)  # fmt: skip
+def test_what_is_mistyped_is_told_with_what_was_meant(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in ("sorting-2026", "sorting-2026-rollouts"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / "sorting-2026" / "config.json").write_text("{}")
+    (tmp_path / "runs" / "latest").symlink_to("sorting-2026")
+    monkeypatch.chdir(tmp_path)
+    assert typed(*words) == 2
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+
+
+def test_a_swap_names_a_file_from_where_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(cli, "ask_to_swap", lambda folder, node, reference: asked.append(reference) or "done")
+    monkeypatch.chdir(tmp_path)
+    for operator in ("new/rewards.py:strict", "trl:rewards.py:theirs", "rewards:strict", "trl:rewards:theirs"):
+        assert typed("swap", str(tmp_path), f"reward={operator}") == 0
+    assert asked == [
+        f"{tmp_path}/new/rewards.py:strict", f"trl:{tmp_path}/rewards.py:theirs", "rewards:strict",
+        "trl:rewards:theirs",
+    ]  # fmt: skip
+
+
 def test_verify_ends_with_status_1_when_a_group_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

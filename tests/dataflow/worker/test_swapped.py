@@ -102,6 +102,21 @@ def test_a_reward_of_another_system_takes_a_place_as_it_is(write: Callable[[str]
         attempt(Swap(number=1, node="reward", reference="tlr:swapped_rewards:theirs"))
 
 
+def test_an_operator_is_found_by_its_file_wherever_that_is(tmp_path: Path) -> None:
+    import operators.rewards  # noqa: F401  as the run's program does
+
+    file = tmp_path / "elsewhere" / "json.py"
+    file.parent.mkdir()
+    file.write_text(STRICT.format(worth=3.0) + "\n\ndef theirs(completions, **kwargs):\n    return [4.0]\n")
+    for reference, value in ((f"{file}:strict", 3.0), (f"trl:{file}:theirs", [4.0])):
+        found = attempt(Swap(number=1, node="reward", reference=reference))
+        made = swapped(graph(), [found]).operators["reward"]
+        assert (found.file, found.source) == (str(file), file.read_text())
+        given = {"completion": "x"} if value == 3.0 else {"prompt": ["p"], "completion": ["x"]}
+        assert made(**given) == value  # type: ignore[operator]
+    assert sys.modules["json"].__file__ != str(file), "a module of its name stays"
+
+
 def test_a_module_is_read_anew_whatever_was_imported_of_it(write: Callable[[str], Path]) -> None:
     for worth in (1.0, 2.0, 3.0):
         path = write(STRICT.format(worth=worth))
@@ -156,7 +171,8 @@ def test_what_the_run_cannot_take_in_is_refused_with_the_reason(
     ("reference", "said"),
     [
         ("strict", "write it as reward=rewards:strict"),
-        ("rewards.py:strict", "names module 'rewards.py'|cannot be imported"),
+        ("nowhere/rewards.py:strict", "/nowhere/rewards.py' cannot be read where the run is: No such file"),
+        ("rewards.py:str ict", "write it as reward=rewards:strict or reward=path/to/rewards.py:strict"),
         ("a b:c", "write it as reward=rewards:strict"),
         ("__main__:strict", "names the program that is running"),
         ("nowhere_at_all:strict", "names module 'nowhere_at_all', which is not found where"),
