@@ -1,8 +1,11 @@
 """Which language model an operator uses: a name and a few facts, nothing loaded."""
 
+import contextlib
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dataflow.errors import GraphError, KnobCheck
 
@@ -20,35 +23,55 @@ class LoRA(metaclass=KnobCheck):
     Only A and B are trained, travel to the readers and are in checkpoints. There is no dropout: rollouts of a group
     share what they have in common, which would need the same noise.
 
+    Where the model's source is a folder that holds adapters, these go on: whatever is left out here is as the folder
+    says, and what is given has to be the same.
+
     >>> from dataflow import LoRA, Model
     >>> Model("policies/tiny", lora=LoRA(rank=8, targets=("q_proj", "v_proj"))).lora.rank
     8
     """
 
-    rank: int = 16
-    """Rows of A, columns of B."""
-    alpha: float = field(default=32.0, kw_only=True)
-    """Over the rank: what B @ A is multiplied by."""
-    targets: str | tuple[str, ...] = field(default=ALL_LINEAR, kw_only=True)
-    """Last names of the linear layers that have one, as ("q_proj", "v_proj"); all-linear: all but the output layer."""
+    rank: int = None  # type: ignore[assignment]
+    """Rows of A, columns of B; None: 16, or the folder's."""
+    alpha: float = field(default=None, kw_only=True)  # type: ignore[assignment]
+    """Over the rank: what B @ A is multiplied by; None: 32, or the folder's."""
+    targets: str | tuple[str, ...] | None = field(default=None, kw_only=True)
+    """Last names of the linear layers that have one, as ("q_proj", "v_proj"); all-linear: all but the output layer;
+    None: that, or the layers whose adapters the folder holds."""
     seed: int = field(default=0, kw_only=True)
     """Of A's first values; B is 0 at first, so that adapters change nothing until they are trained."""
 
     def __post_init__(self) -> None:
         if isinstance(self.targets, list):
             object.__setattr__(self, "targets", tuple(self.targets))
-        if not _is_whole(self.rank) or self.rank < 1:
+        if self.rank is not None and (not _is_whole(self.rank) or self.rank < 1):
             raise GraphError(f"LoRA has rank={self.rank!r}, which is none; give a whole number of 1 or more, as 16")
-        if not isinstance(self.alpha, int | float) or isinstance(self.alpha, bool) or not 0 < self.alpha < float("inf"):
+        is_number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
+        if self.alpha is not None and not (is_number and 0 < self.alpha < float("inf")):
             raise GraphError(f"LoRA has alpha={self.alpha!r}, which scales nothing; give a number above 0, as 32")
         if not _is_whole(self.seed) or self.seed < 0:
             raise GraphError(f"LoRA has seed={self.seed!r}, which is none; give a whole number of 0 or more")
         named = isinstance(self.targets, tuple) and self.targets and all(isinstance(t, str) and t for t in self.targets)
-        if self.targets != ALL_LINEAR and not named:
+        if self.targets not in (ALL_LINEAR, None) and not named:
             raise GraphError(
                 f"LoRA has targets={self.targets!r}, which name no layers; give '{ALL_LINEAR}', or last names of "
                 f'linear layers, as ("q_proj", "v_proj")'
             )
+
+    def beside(self, source: str) -> "LoRA":
+        """With what is left out as the adapters in the folder `source` have it. GraphError where they have another."""
+        saved = saved_adapters(source)
+        said = {knob: saved[name] for knob, name in (("rank", "r"), ("alpha", "lora_alpha")) if name in saved}
+        if wrong := [knob for knob, value in said.items() if getattr(self, knob) not in (None, value)]:
+            raise GraphError(
+                f"LoRA has {wrong[0]}={getattr(self, wrong[0])!r}, but the adapters in {source} were trained with "
+                f"another; found {', '.join(f'{knob}={value!r}' for knob, value in said.items())} in {ADAPTER_CONFIG}; "
+                f"leave it out, or give the folder of the weights beside which new adapters are to begin"
+            )
+        usual = {"rank": 16, "alpha": 32.0, **said, **({} if holds_adapters(source) else {"targets": ALL_LINEAR})}
+        return dataclasses.replace(
+            self, **{knob: value for knob, value in usual.items() if getattr(self, knob) is None}
+        )
 
 
 @dataclass(frozen=True)
@@ -96,6 +119,8 @@ class Model(metaclass=KnobCheck):
             object.__setattr__(self, "name", Path(self.source).name or self.source)
         if self.lora is not None and not isinstance(self.lora, LoRA):
             raise GraphError(f"Model knob 'lora' is {self.lora!r}, which is no LoRA; give LoRA(rank=16)")
+        if self.lora is not None:
+            object.__setattr__(self, "lora", self.lora.beside(self.source))
         if self.lora is not None and self.head != "lm":
             raise GraphError(
                 f"model '{self.name}' has adapters and head '{self.head}', whose last layer is new and has to be "
@@ -106,6 +131,20 @@ class Model(metaclass=KnobCheck):
         """The same weights, never to change: for a reference policy, a judge, a teacher. Without adapters, which
         change nothing until they are trained."""
         return dataclasses.replace(self, is_frozen=True, lora=None)
+
+
+def holds_adapters(source: str) -> bool:
+    """Whether a source is a folder that holds adapters, and no whole model."""
+    folder = Path(source)
+    return (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*"))
+
+
+def saved_adapters(source: str) -> dict[str, Any]:
+    """What such a folder's `ADAPTER_CONFIG` says; nothing where it is broken, which whoever loads it says."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if holds_adapters(source):
+            return dict(json.loads((Path(source) / ADAPTER_CONFIG).read_text("utf-8")))
+    return {}
 
 
 def _one_of(knob: str, found: str, allowed: tuple[str, ...]) -> None:

@@ -4,11 +4,11 @@ import json
 import struct
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dataflow.model import ADAPTER_CONFIG, Model
+from dataflow.model import ADAPTER_CONFIG, Model, holds_adapters, saved_adapters
 
 INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
@@ -58,8 +58,13 @@ def folder_fault(model: Model) -> str | None:
                 f"give a folder with config.json and safetensors, or an id on the hub"
             )
         return None
-    if (folder / ADAPTER_CONFIG).is_file():
+    if holds_adapters(model.source):
         return None
+    if (folder / ADAPTER_CONFIG).is_file():
+        return (
+            f"{head}{folder} holds a whole model and adapters beside it, and libraries differ in which of them they "
+            f"read; move {ADAPTER_CONFIG} away, or the whole model's files"
+        )
     if not (folder / _CONFIG).is_file():
         return (
             f"{head}{folder} has no config.json, only {sorted(path.name for path in folder.iterdir())[:8]}; "
@@ -89,8 +94,10 @@ def start_fault(model: Model) -> str | None:
         return None
     if not folder.is_dir():
         return _hub_fault(model)
-    if (folder / ADAPTER_CONFIG).is_file() and not (folder / _CONFIG).is_file():
-        return None
+    if holds_adapters(model.source):
+        saved = saved_adapters(model.source)
+        base, revision = saved.get("base_model_name_or_path"), saved.get("revision")
+        return start_fault(replace(model, source=base, revision=revision, lora=None)) if base else None
     head = f"model '{model.name}' cannot be loaded: "
     try:
         config: Any = json.loads((folder / _CONFIG).read_text("utf-8"))

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataflow.model import ALL_LINEAR, LoRA
+from dataflow.model import ALL_LINEAR, LoRA, saved_adapters
 from dataflow.model_files import config_of, promised, tensor_shapes
 from dataflow.structure import Structure
 from dataflow.weight_ends import Refresh
@@ -81,7 +81,7 @@ class ModelSize:
         return _BYTES[dtype] * (self.parameters if lora is None else self._adapters(lora)) // ranks
 
     def _adapted(self, lora: LoRA) -> list[tuple[str, int, int]]:
-        return [layer for layer in self.linear if lora.targets == ALL_LINEAR or layer[0] in lora.targets]
+        return [layer for layer in self.linear if lora.targets in (ALL_LINEAR, None) or layer[0] in lora.targets]
 
     def _adapters(self, lora: LoRA) -> int:
         """Parameters of A and B."""
@@ -91,7 +91,9 @@ class ModelSize:
 def measure_models(graph: Structure) -> dict[str, ModelSize]:
     """Sizes by source, of those models whose folder is at hand."""
     sources = {operator.uses.source for operator in graph.operators.values() if operator.uses is not None}
-    found = {source: _measure(source) for source in sorted(sources)}
+    found = {
+        source: _measure(saved_adapters(source).get("base_model_name_or_path") or source) for source in sorted(sources)
+    }
     return {source: size for source, size in found.items() if size is not None}
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import pyarrow as pa
 
-from dataflow.model import Model
+from dataflow.model import Model, holds_adapters
 from dataflow.model_files import template_fault
 from dataflow.node import Generate, Traits
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
@@ -166,6 +166,11 @@ class GeneratorKnobs(Generate):
             found.append(
                 f"'{self.name}' compiles layers of whole models that compute as they are, but got {unlike[0]}="
                 f"{getattr(self, unlike[0])!r}; leave it out, or compile"
+            )
+        if isinstance(self.model, Model) and self.engine == "vllm" and holds_adapters(self.model.source):
+            found.append(
+                f"'{self.name}' runs on vLLM, which is given whole models, but {self.model.source} holds adapters "
+                f'alone; use engine="native", or merge them with peft and give the folder of the whole model'
             )
         own = {"engine": "native", "weights": "model"}
         unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]

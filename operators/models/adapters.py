@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dataflow.model import ALL_LINEAR, LoRA, Model
 from operators.models.errors import ModelError
+from operators.models.folders import PREFIX, LayerAdapter, saved_layers
+from operators.models.folders import WEIGHTS_FILE as WEIGHTS_FILE
 from operators.models.slices import Outline, exchanged
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Before a tensor's name in peft's files: what `PeftModel` wraps around the model."""
 NAME = "default"
 """What peft calls the only set of adapters."""
 
@@ -25,11 +25,11 @@ ROUTERS = ("gate", "router")
 """Last names of the layers that choose experts: tiny, and a rounded score sends a token to another expert."""
 
 
-def add(module: torch.nn.Module, lora: LoRA, base: Model) -> torch.nn.Module:
+def add(module: torch.nn.Module, lora: LoRA, base: Model, folder: Path | None = None) -> torch.nn.Module:
     """Put adapters beside the linear layers of a loaded module, in place; class, config and calls stay.
 
-    base: what the module was loaded from; `save` writes it down. Raises ModelError where peft is not there, and as
-    `adapted_layers`.
+    base: what the module was loaded from; `save` writes it down. folder: whose adapters these are to go on from, as
+    its config has them. Raises ModelError where peft is not there, and as `adapted_layers`.
     """
     try:
         import peft
@@ -38,24 +38,38 @@ def add(module: torch.nn.Module, lora: LoRA, base: Model) -> torch.nn.Module:
             f"model '{base.name}' has adapters (lora=), which need peft; found that it cannot be imported ({error}); "
             f"install it (pip install 'dataflow-rl[lora]'), or leave lora out"
         ) from error
-    names = sorted({path.rpartition(".")[2] for path in adapted_layers(module, lora)})
+    layers = adapted_layers(module, lora, folder)
     make: Any = peft.LoraConfig
-    config = make(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=names, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
-        revision=base.revision,
-    )  # fmt: skip
+    if folder is None:
+        names = sorted({path.rpartition(".")[2] for path in layers})
+        config = make(r=lora.rank, lora_alpha=lora.alpha, target_modules=names, bias="none", task_type="CAUSAL_LM")
+    else:
+        config = make.from_pretrained(str(folder))
+    config.revision, config.inference_mode = base.revision, False
+    dropout, config.lora_dropout = config.lora_dropout, 0.0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(lora.seed)
         module.add_adapter(config, NAME)  # type: ignore[operator]
-    folder = Path(base.source)
-    config.base_model_name_or_path = str(folder.resolve()) if folder.is_dir() else base.source
+    own = {path: layer for path, layer in module.named_modules() if is_adapted_layer(layer)}
+    found = {path: LayerAdapter(layer.r[NAME], layer.scaling[NAME]) for path, layer in own.items()}
+    if found != layers:
+        wrong = sorted(path for path in {*found, *layers} if found.get(path) != layers.get(path))
+        raise ModelError(
+            f"peft reads the adapters in {folder} otherwise than their tensors are, at {len(wrong)} layers; found "
+            f"{found.get(wrong[0])} for '{wrong[0]}', not {layers.get(wrong[0])}; save them again with the peft here"
+        )
+    if dropout:
+        structlog.get_logger().warning("adapters go on without dropout", folder=str(folder), lora_dropout=dropout)
+    config.lora_dropout = dropout
+    source = Path(base.source)
+    config.base_model_name_or_path = str(source.resolve()) if source.is_dir() else base.source
     for weight in module.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
     return module.eval()
 
 
-def outlined(found: Outline, lora: LoRA, base: Model) -> Outline:
+def outlined(found: Outline, lora: LoRA, base: Model, folder: Path | None = None) -> Outline:
     """The outline of a model with adapters, whose values are those that `add` gives. Raises as it."""
     module = found.module
     names = {id(weight): name for name, weight in module.named_parameters()}
@@ -69,7 +83,7 @@ def outlined(found: Outline, lora: LoRA, base: Model) -> Outline:
         of_meta[id(stand_in)] = names[id(weight)], weight  # type: ignore[assignment]
         return stand_in
 
-    add(exchanged(module, beside), lora, base)
+    add(exchanged(module, beside), lora, base, folder)
     given: dict[str, Tensor] = {}
     renamed: dict[str, str] = {}
     for name, weight in module.named_parameters():
@@ -89,27 +103,53 @@ def outlined(found: Outline, lora: LoRA, base: Model) -> Outline:
     return Outline(module, parts, frozenset(renamed.get(name, name) for name in found.missing), given)
 
 
-def adapted_layers(module: torch.nn.Module, lora: LoRA) -> list[str]:
-    """Paths of the linear layers of a plain module that have adapters.
+def adapted_layers(module: torch.nn.Module, lora: LoRA, folder: Path | None = None) -> dict[str, LayerAdapter]:
+    """The adapters of a plain module by the paths of their linear layers: those in `folder`, where one is given.
 
     Raises:
-        ModelError: a name that no linear layer has, the output layer, or a weight that two layers share.
+        ModelError: a name that no linear layer has, the output layer, a weight that two layers share, or adapters in
+            the folder that are more than plain ones or at other layers than `lora` names.
     """
+    if folder is None:
+        return dict.fromkeys(_named(module, lora), LayerAdapter(lora.rank, lora.alpha / lora.rank))
+    saved, linear = saved_layers(folder), _linear(module)
+    wanted = saved.keys() & linear if lora.targets is None else set(_named(module, lora))
+    if wrong := sorted(saved.keys() ^ wanted):
+        raise ModelError(
+            f"the adapters in {folder} are beside other layers than {type(module).__name__} has or targets="
+            f"{lora.targets!r} names: {len(wrong)} layers differ; found {len(saved)} in the folder, and not in both "
+            f"'{wrong[0]}'; leave targets out of LoRA(), and give the weights that they were trained on"
+        )
+    _check_paths(module, list(saved), lora)
+    return {path: saved[path] for path in linear if path in saved}
+
+
+def _linear(module: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    return {path: layer for path, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+
+
+def _named(module: torch.nn.Module, lora: LoRA) -> list[str]:
     head = module.get_output_embeddings()  # type: ignore[operator]
-    linear = {path: layer for path, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+    linear = _linear(module)
     last = {path: path.rpartition(".")[2] for path in linear}
-    if lora.targets == ALL_LINEAR:
+    if lora.targets in (ALL_LINEAR, None):
         names = {last[path] for path in linear if linear[path] is not head} - set(ROUTERS)
     else:
-        names = set(lora.targets)
+        names = set(lora.targets or ())
     chosen = [path for path in linear if last[path] in names]
     missing = sorted(names - set(last.values()))
-    kind = type(module).__name__
     if missing or not chosen:
         raise ModelError(
-            f"adapters are asked for at {missing or lora.targets}, but {kind} has no such linear layer; found "
-            f"{sorted(set(last.values()))}; give LoRA(targets=) some of these"
+            f"adapters are asked for at {missing or lora.targets}, but {type(module).__name__} has no such linear "
+            f"layer; found {sorted(set(last.values()))}; give LoRA(targets=) some of these"
         )
+    _check_paths(module, chosen, lora)
+    return chosen
+
+
+def _check_paths(module: torch.nn.Module, chosen: Sequence[str], lora: LoRA) -> None:
+    """ModelError where one is the output layer, or where two share a weight."""
+    kind, head, linear = type(module).__name__, module.get_output_embeddings(), _linear(module)  # type: ignore[operator]
     if any(linear[path] is head for path in chosen):
         raise ModelError(
             f"adapters are asked for at the output layer of {kind}, which has to stay as it is; found targets="
@@ -120,7 +160,6 @@ def adapted_layers(module: torch.nn.Module, lora: LoRA) -> list[str]:
             f"adapters are asked for at layers of {kind} that share a weight; found {len(chosen)} layers with "
             f"{len({id(linear[path].weight) for path in chosen})} weights; name others in LoRA(targets=)"
         )
-    return chosen
 
 
 def tensor_names(path: str) -> tuple[str, str]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from dataflow.model import Model
+from dataflow.model import LoRA, Model, holds_adapters
 from dataflow.model_files import folder_fault
 from operators.models.errors import ModelError
-from operators.models.folders import base_of, saved_lora
+from operators.models.folders import base_of
 from operators.models.heap import trim_memory
 
 if TYPE_CHECKING:
@@ -142,6 +143,11 @@ def _loaded_at_once(model: Model, dtype: str | torch.dtype | None, attention: st
             output_loading_info=True,
             **_options(model, attention),
         )
+    if getattr(module, "peft_config", None):
+        raise ModelError(
+            f"model '{model.name}' cannot be loaded: {model.source} holds adapters of another model, found on the hub; "
+            f"download it (hf download {model.source}), and give the folder"
+        )
     _check_weights(model, found)
     _settle_head(model, module, found)
     for weight in module.parameters():
@@ -177,15 +183,14 @@ def load_merged(
     Raises:
         ModelError: as `load_model`, `adapters.read` and `adapters.adapted_layers`.
     """
-    from operators.models.adapters import read
+    from operators.models.adapters import adapted_layers, read
     from operators.models.merged_adapters import Merged
 
     base, folder = base_of(model)
     module = load_model(base, device=device, dtype=dtype, attention=attention).requires_grad_(False)
-    lora = model.lora or (None if folder is None else saved_lora(folder))
-    if lora is None:
+    if model.lora is None and folder is None:
         return module, None
-    merged = Merged(module, lora)
+    merged = Merged(module, adapted_layers(module, model.lora or LoRA(), folder))
     if folder is not None:
         read(folder, merged.tensors)
         merged.adopted()
@@ -205,7 +210,7 @@ def load_adapted(model: Model, *, device: str | torch.device = "cpu") -> torch.n
     from operators.models import adapters
 
     base, folder = base_of(model)
-    module = adapters.add(load_model(base, device=device), model.lora, base)
+    module = adapters.add(load_model(base, device=device), model.lora, base, folder)
     if folder is not None:
         adapters.load(folder, module)
     return module
@@ -221,7 +226,7 @@ def outlined_to_train(model: Model) -> Outline | None:
     found = outlined(base)
     if found is None:
         return None
-    with_adapters = adapters.outlined(found, model.lora, base)
+    with_adapters = adapters.outlined(found, model.lora, base, folder)
     if folder is not None:
         adapters.read(folder, with_adapters.given)
     return with_adapters
@@ -246,7 +251,8 @@ def preload(model: Model) -> None:
 
 
 def load_tokenizer(model: Model) -> Any:
-    """The tokenizer of `model`, a `transformers.PreTrainedTokenizerBase`.
+    """The tokenizer of `model`, a `transformers.PreTrainedTokenizerBase`: where a folder holds adapters and no
+    tokenizer, that of the model that they belong to.
 
     Raises:
         ModelError: as `load_model`, or the folder has no tokenizer.
@@ -254,6 +260,8 @@ def load_tokenizer(model: Model) -> Any:
     import transformers
 
     _check_folder(model)
+    if holds_adapters(model.source) and not (Path(model.source) / "tokenizer_config.json").is_file():
+        model, _ = base_of(model)
     with _attributed(model, "tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(
             model.source, revision=model.revision, trust_remote_code=model.trust_remote_code

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dataflow.model import LoRA
-from operators.models.adapters import adapted_layers, tensor_names
+from operators.models.adapters import tensor_names
+from operators.models.folders import LayerAdapter
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class _Layer:
     """As it was loaded."""
     a: Tensor
     b: Tensor
+    scale: float
 
 
 class Merged:
@@ -29,23 +31,21 @@ class Merged:
     twice. Sums are float32 and rounded once, to the weights' dtype.
     """
 
-    def __init__(self, module: torch.nn.Module, lora: LoRA) -> None:
-        """`module`: loaded, plain, without gradients; its layers are written to in place. Raises as
-        `adapters.adapted_layers`."""
+    def __init__(self, module: torch.nn.Module, layers: Mapping[str, LayerAdapter]) -> None:
+        """`module`: loaded, plain, without gradients; its `layers`, by path, are written to in place."""
         self.tensors: dict[str, Tensor] = {}
         """A and B of each layer, float32, under the trainer's names; 0 at first."""
-        self._scale = lora.alpha / lora.rank
         self._layers: list[_Layer] = []
-        for path in adapted_layers(module, lora):
+        for path, (rank, scale) in layers.items():
             weight = module.get_submodule(path).weight
             assert isinstance(weight, Tensor)
             outputs, inputs = weight.shape
-            a = torch.zeros(lora.rank, inputs, device=weight.device)
-            b = torch.zeros(outputs, lora.rank, device=weight.device)
+            a = torch.zeros(rank, inputs, device=weight.device)
+            b = torch.zeros(outputs, rank, device=weight.device)
             self.tensors |= dict(zip(tensor_names(path), (a, b), strict=True))
             base = weight.detach().clone()
             module.get_submodule(path).register_buffer("weight_as_loaded", base, persistent=False)
-            self._layers.append(_Layer(weight, base, a, b))
+            self._layers.append(_Layer(weight, base, a, b, scale))
 
     @property
     def kept_bytes(self) -> int:
@@ -56,4 +56,4 @@ class Merged:
     def adopted(self) -> None:
         """Bring what `tensors` hold now into the module's layers; between two of its calls."""
         for layer in self._layers:
-            layer.weight.copy_(torch.addmm(layer.base.float(), layer.b, layer.a, alpha=self._scale))
+            layer.weight.copy_(torch.addmm(layer.base.float(), layer.b, layer.a, alpha=layer.scale))

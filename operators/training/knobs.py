@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dataflow.model import Model
+from dataflow.model import Model, holds_adapters
 from dataflow.node import Learn, Operator, Traits
 from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
 from dataflow.settable import STEP, Settable, settable, settable_parameters
@@ -210,6 +210,12 @@ class TrainerKnobs(Learn):
                 found.append(
                     f"'{self.name}' trains '{self.model.name}' with dtype 'float16', whose gradients "
                     f"overflow; use 'bfloat16' or 'float32'"
+                )
+            if self.model.lora is None and holds_adapters(self.model.source):
+                found.append(
+                    f"'{self.name}' trains all weights of '{self.model.name}', but {self.model.source} holds adapters "
+                    f"alone; give Model(..., lora=LoRA()) to go on with these, or merge them with peft and give the "
+                    f"folder of the whole model"
                 )
         else:
             found.append(f"'{self.name}' trains {self.model!r}, which is no Model; give Model('path/to/folder')")

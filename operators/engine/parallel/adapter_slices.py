@@ -23,11 +23,12 @@ def merged_slices(
     one whole: its B @ A is its slice of the whole one. folder: adapters to begin with. Raises ModelError as
     `adapters.adapted_layers` and `adapters.read`.
     """
-    merged = Merged(model, lora)
+    layers = adapted_layers(model, lora, folder)
+    merged = Merged(model, layers)
     found: dict[str, Shard] = {}
-    for path in adapted_layers(model, lora):
+    for path, (rank, _) in layers.items():
         layer = shards[f"{path}.weight"]
-        shapes = (lora.rank, layer.shape[1]), (layer.shape[0], lora.rank)
+        shapes = (rank, layer.shape[1]), (layer.shape[0], rank)
         for name, shape, cut in zip(tensor_names(path), shapes, (1, 0), strict=True):
             piece = layer.piece if layer.piece.dim == cut else TensorSlice(None)
             found[name] = Shard(merged.tensors[name], shape, piece)

@@ -12,14 +12,22 @@ from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_llama
 
 from dataflow import GraphError, Model
 from dataflow.model import LoRA
+from dataflow.model_files import start_fault
 from operators import Generator, Trainer
 from operators.models.adapters import adapted_layers, is_adapted, load, save, tensor_names
 from operators.models.errors import ModelError
-from operators.models.loading import load_adapted, load_merged, load_model
+from operators.models.loading import load_adapted, load_merged, load_model, load_tokenizer, outlined_to_train
 from operators.models.merged_adapters import Merged
 from operators.training.learner.build import forward_of, learner_of
 from operators.training.learner.optimizer import state_tensors
+from operators.warm_start.policy import character_tokenizer
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing.:FutureWarning",
+    "ignore:Model has .tie_word_embeddings=True.:UserWarning",
+    "ignore:Setting .save_embedding_layers.:UserWarning",
+)
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 RANK = 4
 TOKENS = torch.arange(2, 20).reshape(2, 9)
 
@@ -87,7 +95,7 @@ def test_the_seed_alone_decides_the_first_adapters(base: Path) -> None:
 
 
 def test_layers_are_named_by_their_last_names(base: Path) -> None:
-    found = adapted_layers(load_model(Model(str(base))), LoRA(targets=("q_proj", "down_proj")))
+    found = list(adapted_layers(load_model(Model(str(base))), LoRA(RANK, alpha=8, targets=("q_proj", "down_proj"))))
     assert [path.rpartition(".")[2] for path in found] == ["q_proj", "down_proj"] * 2
     assert set(trained(load_adapted(declared(base, targets=("q_proj", "down_proj"))))) == {
         name for path in found for name in tensor_names(path)
@@ -202,7 +210,6 @@ def test_merged_bfloat16_weights_are_rounded_once(base: Path) -> None:
 # Files
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_peft_and_transformers_load_what_was_saved(base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -247,8 +254,125 @@ def test_adapters_that_are_more_than_plain_ones_are_not_merged(base: Path, tmp_p
     save(tmp_path, load_adapted(declared(base)))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(ModelError, match=r"only plain LoRA can; found LORA with \['use_dora'\]"):
+    with pytest.raises(ModelError, match=r"only plain LoRA can; found LORA with {'use_dora': True}"):
         load_merged(Model(str(tmp_path)))
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "another scale": {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3},
+    "rslora": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "lora_dropout": 0.1},
+    "patterns": {
+        "target_modules": ["q_proj", "up_proj"], "rank_pattern": {"up_proj": 2, "0.self_attn.q_proj": 3},
+        "alpha_pattern": {"^model.layers.1.mlp.up_proj": 5, "q_proj": 7},
+    },
+    "a regular expression": {"target_modules": r".*layers\.1\..*(q_proj|down_proj)"},
+    "some layers": {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+    "left out": {"target_modules": "all-linear", "exclude_modules": ["down_proj"]},
+}  # fmt: skip
+
+
+def by_peft(base: Path, folder: Path, **knobs: Any) -> Any:
+    """A folder of adapters that peft wrote, and peft's own model with them in float64."""
+    import peft
+
+    make: Any = peft.LoraConfig
+    module = peft.get_peft_model(load_model(Model(str(base))), make(**({"r": RANK, "task_type": "CAUSAL_LM"} | knobs)))
+    module.peft_config["default"].base_model_name_or_path = str(base)
+    moved(module).save_pretrained(str(folder))
+    return module.double().eval()
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_adapters_of_peft_go_on_as_peft_computes_them(base: Path, tmp_path: Path, kind: str) -> None:
+    wanted = logprobs(by_peft(base, tmp_path / "peft", **FOREIGN[kind]))
+    model = Model(str(tmp_path / "peft"), lora=LoRA())
+    module = load_adapted(model)
+    reader, merged = load_merged(model)
+    frozen, _ = load_merged(model.frozen())
+    for found in (module, reader, frozen):
+        torch.testing.assert_close(logprobs(found), wanted, rtol=0, atol=1e-5)
+    outline = outlined_to_train(model)
+    assert outline is not None and all(
+        torch.equal(outline.given[name], weight) for name, weight in trained(module).items()
+    )
+    sent(moved(module), merged)  # type: ignore[arg-type]
+    torch.testing.assert_close(logprobs(reader), logprobs(module), rtol=0, atol=2e-5)
+    (tmp_path / "saved").mkdir()
+    save(tmp_path / "saved", module)
+    torch.testing.assert_close(
+        logprobs(load_merged(Model(str(tmp_path / "saved")))[0]), logprobs(module), rtol=0, atol=2e-5
+    )
+    kept, first = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("saved", "peft"))
+    assert {key: kept[key] for key in FOREIGN[kind]} == {key: first[key] for key in FOREIGN[kind]}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        ({"use_dora": True}, "'use_dora': True"),
+        ({"modules_to_save": ["lm_head"]}, r"'modules_to_save': \['lm_head'\]"),
+        ({"bias": "lora_only"}, "'bias': 'lora_only'"),
+        ({"init_lora_weights": "pissa"}, "'init_lora_weights': 'pissa'"),
+        ({"trainable_token_indices": [3]}, "'trainable_token_indices'"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "3 tensors that are none or stand alone"),
+    ],
+)
+def test_adapters_that_are_more_than_two_matrices_are_refused_to_trainers_and_readers(
+    base: Path, tmp_path: Path, knobs: dict[str, Any], why: str
+) -> None:
+    by_peft(base, tmp_path / "peft", **({"target_modules": ["q_proj"]} | knobs))
+    for load_it in (lambda model: load_adapted(model), lambda model: load_merged(model.frozen())):
+        with pytest.raises(ModelError, match=why):
+            load_it(Model(str(tmp_path / "peft"), lora=LoRA()))
+
+
+def test_what_a_graph_says_otherwise_than_the_folder_of_adapters_is_refused(base: Path, tmp_path: Path) -> None:
+    by_peft(base, tmp_path, target_modules=["q_proj", "v_proj"], lora_alpha=3)
+    source = str(tmp_path)
+    assert Model(source, lora=LoRA()).lora == LoRA(RANK, alpha=3)
+    assert Model(source, lora=LoRA()) == Model(source, lora=LoRA(RANK, alpha=3))
+    with pytest.raises(GraphError, match=r"LoRA has alpha=32, but the adapters in .*found rank=4, alpha=3 in"):
+        Model(source, lora=LoRA(alpha=32))
+    with pytest.raises(GraphError, match=r"LoRA has rank=16"):
+        Model(source, lora=LoRA(16))
+    same = Model(source, lora=LoRA(targets=("v_proj", "q_proj")))
+    assert trained(load_adapted(same)).keys() == trained(load_adapted(Model(source, lora=LoRA()))).keys()
+    for make in (load_adapted, load_merged):
+        with pytest.raises(
+            ModelError,
+            match=r"targets='all-linear' names: 10 layers differ; found 4 in the folder",
+        ):
+            make(Model(source, lora=LoRA(targets="all-linear")))
+
+
+def test_adapters_on_the_hub_are_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = tmp_path / "hub" / "models--some--adapters"
+    by_peft(base, hub / "snapshots" / COMMIT, target_modules=["q_proj"])
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text(COMMIT)
+    for module in ("huggingface_hub.constants", "transformers.utils.hub", "transformers.integrations.peft"):
+        monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for load_it in (load_model, load_adapted):
+        with pytest.raises(ModelError, match="some/adapters holds adapters of another model, found on the hub"):
+            load_it(Model("some/adapters", lora=LoRA()))
+
+
+def test_a_folder_of_adapters_is_not_trained_whole_nor_read_where_a_model_lies_beside_them(
+    base: Path, tmp_path: Path
+) -> None:
+    by_peft(base, tmp_path, target_modules=["q_proj"])
+    character_tokenizer("abc", 64).save_pretrained(base)
+    assert load_tokenizer(Model(str(tmp_path))).get_vocab() == load_tokenizer(Model(str(base))).get_vocab()
+    (fault,) = Trainer(Model(str(tmp_path))).faults()
+    assert "holds adapters alone; give Model(..., lora=LoRA()) to go on with these" in fault
+    assert not Trainer(Model(str(tmp_path), lora=LoRA())).faults()
+    assert [fault for fault in Generator(Model(str(tmp_path)), engine="vllm").faults() if "adapters alone" in fault]
+    (tmp_path / "config.json").write_text((base / "config.json").read_text())
+    assert not Trainer(Model(str(tmp_path), lora=LoRA())).faults()
+    assert start_fault(Model(str(tmp_path), lora=LoRA())) is None
+    (tmp_path / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    assert "a whole model and adapters beside it" in str(start_fault(Model(str(tmp_path))))
 
 
 # Declarations
