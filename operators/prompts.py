@@ -1,9 +1,8 @@
 """`Prompts`: the source of a graph, from a file, a data set or any iterable of rows."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,14 +15,14 @@ from dataflow.runtime import Context, Runtime
 from operators.sources.forms import DATA_FORMS
 from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
 from operators.sources.prompt_runtime import PromptRuntime
-from operators.sources.row_files import Fault, Origin, Replay
+from operators.sources.row_files import Fault, Origin, rows_of, source_fault
 
 MakeRow = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Prompts(Source):
-    """Issues prompts from JSONL, JSON, Parquet or Arrow files, a data set's folder or id, or an iterable.
+    """Issues prompts from JSONL, JSON, Parquet or Arrow files, a data set's folder or id, a data frame or an iterable.
 
     Bad rows (broken JSON, a missing column, null, another type than before) end the run at its start with the
     file and line, or are left out, counted and logged with on_bad="drop". Equal prompts are issued each.
@@ -37,7 +36,7 @@ class Prompts(Source):
     """
 
     source: Any
-    """Path of a file or folder, id on the hub, or an iterable of dicts or texts."""
+    """Path of a file or folder, a list of such paths, id on the hub, a data frame, or an iterable of dicts or texts."""
     columns: Sequence[str] | Mapping[str, Any] = field(default=(), kw_only=True)
     """Columns kept beside the prompt; with types where the first rows do not tell them: {"answer": float}."""
     form: str | None = field(default=None, kw_only=True)
@@ -74,8 +73,7 @@ class Prompts(Source):
         super().__post_init__()
         if isinstance(self.columns, str):
             object.__setattr__(self, "columns", (self.columns,))
-        if isinstance(self.source, Iterator):
-            object.__setattr__(self, "source", Replay(self.source))
+        object.__setattr__(self, "source", rows_of(self.source))
         if self.form in DATA_FORMS and DATA_FORMS[self.form].chat:
             object.__setattr__(self, "chat", True)
 
@@ -167,7 +165,7 @@ class Prompts(Source):
             return self.prompt_column, ()
         if "layout" not in self.seen:
             self.seen["layout"] = (self.prompt_column, ())
-            if self._is_here:
+            if self.origin.is_here:
                 try:
                     self.seen["layout"] = DATA_FORMS[self.form].found_in(self.origin)
                 except RecordError as error:
@@ -175,13 +173,8 @@ class Prompts(Source):
         prompt, columns = self.seen["layout"]
         return (prompt if self.prompt_column == PROMPT else self.prompt_column), columns
 
-    @property
-    def _is_here(self) -> bool:
-        """Whether its rows can be looked at before the run."""
-        return self.origin.path is not None or not isinstance(self.source, str | Path)
-
     def _sample(self) -> tuple[dict[str, pa.DataType], list[Fault]]:
-        if not self._is_here or self._knob_faults():
+        if self._knob_faults() or not self.origin.is_here:
             return {name: pa.string() for name in self.columns}, []
         recipe = self.recipe
         unknown = {name: pa.string() for name in recipe.columns}
@@ -231,13 +224,8 @@ class Prompts(Source):
                 f"'{self.name}' has rows={self.rows!r:.60}, which is no function; "
                 f"give one from a row to a prompt, such as rows=lambda row: row['question']"
             )
-        if isinstance(self.source, Mapping | bytes) or not (
-            isinstance(self.source, str | Path) or hasattr(self.source, "__iter__") or _is_arrow(self.source)
-        ):
-            faults.append(
-                f"'{self.name}' got {type(self.source).__name__} {self.source!r:.60} as its source; "
-                f"give a path, an id on the hub, or an iterable of dicts or texts"
-            )
+        if (fault := source_fault(self.source)) is not None:
+            faults.append(f"'{self.name}' {fault}")
         taken = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, TEMPERATURE, ERROR, OF_SOURCE}
         for name in self.columns:
             if not isinstance(name, str):
@@ -254,7 +242,3 @@ class Prompts(Source):
                 if arrow_type(kind) is None and kind is not Any
             ]
         return faults
-
-
-def _is_arrow(source: Any) -> bool:
-    return isinstance(source, pa.Table | pa.RecordBatch)

@@ -1,11 +1,12 @@
 """Reads rows from JSONL, JSON, Parquet, Arrow, folders of them, data sets of the hub, or any iterable."""
 
+import contextlib
 import difflib
 import gzip
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,6 +19,9 @@ from dataflow.errors import RecordError
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".arrow", ".feather")
 _ROWS_AT_ONCE = 4096
 _MOST_ROWS = 10_000_000
+_MOST_FILES = 100_000
+_LONGEST_NAME = 4096
+_FIRST_ROWS = 1000
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -45,6 +49,63 @@ class FoundRow:
     fault: Fault | None = None
 
 
+_FILE_NAME = Fault(
+    kind="a file's name", detail="is the name of a file, not a prompt", do="give files alone, or {'prompt': ...}"
+)
+
+
+def names_file(row: Any) -> bool:
+    """Whether a row is no prompt but names a file: a path, or one word that ends as data files do or is there.
+
+    >>> names_file("train.parquet"), names_file("Explain package.json"), names_file("2+2=")
+    (True, False, False)
+    """
+    if not isinstance(row, str):
+        return isinstance(row, Path)
+    if len(row) > _LONGEST_NAME or not ("." in row or "/" in row) or " " in row or "\n" in row:
+        return False
+    return row.endswith(SUFFIXES) or Path(row).expanduser().exists()
+
+
+def source_fault(source: Any) -> str | None:
+    """What is wrong with an object as a source of rows, and what to give instead; None where it may be one."""
+    if isinstance(source, str | Path | pa.Table | pa.RecordBatch):
+        return None
+    if hasattr(source, "read"):
+        return f"got an open file ({source!r:.60}) as its source, whose lines are no rows; give its path"
+    if isinstance(source, Set):
+        return f"got a {type(source).__name__} as its source, whose order differs from process to process; sort it"
+    if isinstance(source, Mapping) and source and not isinstance(next(iter(source.values())), str):
+        return f"got a {type(source).__name__} of {list(source)[:8]} as its source; give one of them, or a list of rows"
+    if isinstance(source, Mapping | bytes | bytearray) or not hasattr(source, "__iter__"):
+        return (
+            f"got {type(source).__name__} {source!r:.60} as its source; give a path, a list of paths, an id on the "
+            f"hub, or an iterable of dicts or texts"
+        )
+    files = [names_file(row) for row in itertools.islice(source, _FIRST_ROWS)] if isinstance(source, Sequence) else []
+    if any(files) and not all(files):
+        return (
+            f"got files ({source[files.index(True)]!r:.60}) beside rows ({source[files.index(False)]!r:.60}) as its "
+            f"source; give files alone, or rows as dicts: {{'prompt': ...}}"
+        )
+    return None
+
+
+def rows_of(source: Any) -> Any:
+    """A source that can be read again: an iterator as `Replay`, a data frame of any library as a table of Arrow.
+
+    A data frame iterates over its columns.
+    """
+    if isinstance(source, str | Path | Mapping | Sequence | pa.Table | pa.RecordBatch) or hasattr(source, "read"):
+        return source
+    if hasattr(source, "__arrow_c_stream__") or hasattr(source, "columns"):
+        can_peek = hasattr(source, "__iter__") and not isinstance(source, Iterator)
+        is_rows = can_peek and isinstance(next(iter(source), None), Mapping)
+        with contextlib.suppress(pa.ArrowException, TypeError, ValueError, AttributeError):
+            return source if is_rows else pa.table(source)
+    return Replay(source) if isinstance(source, Iterator) else source
+
+
 class Replay:
     """An iterator that can be read again: what was drawn from it is kept."""
 
@@ -67,7 +128,7 @@ class Origin:
     """Where rows are read from."""
 
     source: Any
-    """Path, id on the hub, or iterable."""
+    """Path, paths, id on the hub, or iterable of rows."""
     split: str | None = None
     """Of a data set that has several."""
     config: str | None = None
@@ -76,24 +137,37 @@ class Origin:
     """The only ones needed, where the format can leave others unread; None: all."""
 
     @property
-    def path(self) -> Path | None:
-        """The file or folder, if it is there."""
-        if not isinstance(self.source, str | Path):
+    def named(self) -> tuple[Path, ...] | None:
+        """The files and folders that it names, be they there or not; None where it is an iterable of rows."""
+        if isinstance(self.source, str | Path):
+            return (Path(self.source).expanduser(),)
+        if isinstance(self.source, pa.Table | pa.RecordBatch) or source_fault(self.source) is not None:
             return None
-        path = Path(self.source).expanduser()
-        return path if path.exists() else None
+        if not names_file(next(iter(self.source), None)):
+            return None
+        names = list(itertools.islice(self.source, _MOST_FILES))
+        return tuple(Path(name).expanduser() for name in names) if all(map(names_file, names)) else None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its rows can be looked at now."""
+        return self.named is None or all(path.exists() for path in self.named)
 
     @property
     def shown(self) -> str:
         """What messages call it."""
-        return f"'{self.source}'" if isinstance(self.source, str | Path) else type(self.source).__name__
+        if self.named is None:
+            return type(self.source).__name__
+        if isinstance(self.source, str | Path):
+            return f"'{self.source}'"
+        return f"'{self.named[0]}'" + (f" and {len(self.named) - 1} more" if len(self.named) > 1 else "")
 
     def __iter__(self) -> Iterator[FoundRow]:
         """Every row; RecordError when the source cannot be read at all."""
-        if not isinstance(self.source, str | Path):
+        if self.named is None:
             return self._iterate(self.source)
-        if (path := self.path) is not None:
-            return self._number(_file_rows(file, self.columns) for file in _files(path, self.split))
+        if self.is_here:
+            return self._number(_file_rows(file, self.columns) for file in self._files())
         if (missing := self.missing) is not None:
             raise RecordError(missing)
         return self._iterate(_from_hub(str(self.source), self.config, self.split))
@@ -101,41 +175,57 @@ class Origin:
     @property
     def missing(self) -> str | None:
         """What is wrong with a path that is not there and is no id on the hub either; None where all is well."""
-        if not isinstance(self.source, str | Path) or self.path is not None:
+        missing = next((path for path in self.named or () if not path.exists()), None)
+        if missing is None or (
+            isinstance(self.source, str) and _HUB_ID.fullmatch(self.source) and not self.source.endswith(SUFFIXES)
+        ):
             return None
-        if _HUB_ID.fullmatch(str(self.source)) and not str(self.source).endswith(SUFFIXES):
-            return None
-        return _missing(Path(self.source))
+        return _missing(missing)
 
     def nested_types(self) -> dict[str, pa.DataType]:
-        """Columns of structs and of lists of them, where the files themselves say what they hold."""
-        schema = getattr(self.source, "schema", None)
-        if (path := self.path) is not None:
-            first = _files(path, self.split)[0]
-            schema = _schema_of(first) if first.suffix in (".parquet", ".arrow", ".feather") else None
-        if not isinstance(schema, pa.Schema):
-            return {}
-        return {field.name: field.type for field in schema if _is_nested(field.type)}
+        """Columns of structs and of lists of them, where the files themselves say what they hold; of files that differ
+        the fields of all, which are null where a file has none. RecordError where they contradict one another."""
+        schemas = [getattr(self.source, "schema", None)]
+        if self.named is not None:
+            columnar = (".parquet", ".arrow", ".feather")
+            schemas = [_schema_of(file) for file in self._files() if file.suffix in columnar] if self.is_here else []
+        fields: dict[str, pa.Field] = {}
+        for field in itertools.chain.from_iterable(each for each in schemas if isinstance(each, pa.Schema)):
+            if self.columns is not None and field.name not in self.columns:
+                continue
+            try:
+                both = [pa.schema([each]) for each in (fields.get(field.name), field) if each is not None]
+                fields[field.name] = pa.unify_schemas(both, promote_options="permissive").field(0)
+            except pa.ArrowException as error:
+                raise RecordError(
+                    f"the files of {self.shown} hold unlike values in '{field.name}' ({error}); make them alike, or "
+                    f"write them as JSON in a text"
+                ) from error
+        return {name: field.type for name, field in fields.items() if _is_nested(field.type)}
 
     def count(self) -> int | None:
         """Rows, where that is cheap to tell."""
-        if isinstance(self.source, Sequence | pa.Table) and not isinstance(self.source, str):
-            return len(self.source)
-        if (path := self.path) is None:
+        if self.named is None:
+            return len(self.source) if isinstance(self.source, Sequence | pa.Table) else None
+        if not self.is_here:
             return None
         try:
-            counts = [_file_count(file) for file in _files(path, self.split)]
+            counts = [_file_count(file) for file in self._files()]
         except (RecordError, OSError, pa.ArrowInvalid):
             return None
         return None if None in counts else sum(cast(list[int], counts))
 
+    def _files(self) -> list[Path]:
+        return [file for path in self.named or () for file in _files(path, self.split)]
+
     def _iterate(self, rows: Iterable[Any]) -> Iterator[FoundRow]:
         if isinstance(rows, pa.Table | pa.RecordBatch):
             rows = itertools.chain.from_iterable(_batch_rows([rows]))
+        shown = self.shown
         for number, row in enumerate(rows):
             if number >= _MOST_ROWS:
                 raise RecordError(f"the iterable of prompts gave {number} rows and has more; set Prompts(limit=...)")
-            yield FoundRow(number, f"row {number} of {self.shown}", row)
+            yield FoundRow(number, f"row {number} of {shown}", row, _FILE_NAME if names_file(row) else None)
 
     def _number(self, files: Iterable[Iterator[tuple[str, Any, Fault | None]]]) -> Iterator[FoundRow]:
         for number, (place, row, fault) in enumerate(itertools.chain.from_iterable(files)):

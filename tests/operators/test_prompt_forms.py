@@ -47,6 +47,27 @@ def test_verls_parquet_is_read_as_it_is_and_nested_columns_reach_scorers(tmp_pat
     assert sorted(collect(right(rollouts), rows=3).column("right").to_pylist()) == [1.0, 2.0, 3.0]
 
 
+def test_files_whose_nested_fields_differ_are_read_with_nulls(tmp_path: Path) -> None:
+    """As verl and `datasets` take them."""
+    for name, extra in (("a", {"index": 0}), ("b", {"index": 1, "hint": "h", "steps": [{"n": 1}]})):
+        table = pa.Table.from_pylist([{**VERL[0], "extra_info": extra, "tests": [{name: 1}]}])
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    for source in (tmp_path, [tmp_path / "a.parquet", tmp_path / "b.parquet"]):
+        rows = issued(Prompts(source, form="verl", columns=("tests",), epochs=1), 2)
+        assert [row["extra_info"] for row in rows] == [
+            {"index": 0, "hint": None, "steps": None}, {"index": 1, "hint": "h", "steps": [{"n": 1}]},
+        ]  # fmt: skip
+        assert [row["tests"] for row in rows] == [[{"a": 1, "b": None}], [{"a": None, "b": 1}]]
+
+
+def test_files_whose_nested_fields_contradict_are_refused(tmp_path: Path) -> None:
+    for name, truth in (("a", "4"), ("b", 4)):
+        table = pa.Table.from_pylist([{**VERL[0], "reward_model": {"ground_truth": truth}}])
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    with pytest.raises(GraphError, match=r"unlike values in 'reward_model'.*make them alike"):
+        Graph("g").source(Prompts(tmp_path, form="verl"))
+
+
 def test_a_verl_experiment_is_one_line_of_data_and_one_of_reward(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(VERL), tmp_path / "train.parquet")
     (tmp_path / "theirs.py").write_text(

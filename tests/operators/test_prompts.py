@@ -120,6 +120,17 @@ def write_folder(path: Path) -> Path:
     return path
 
 
+class Frame:
+    """As data frames of every library are: Arrow on demand, and iterated over by the names of its columns."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self.__arrow_c_stream__ = table.__arrow_c_stream__
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.column_names)
+
+
 SOURCES: dict[str, Callable[[Path], Any]] = {
     "jsonl": lambda folder: write_jsonl(folder / "x.jsonl", ROWS),
     "text path": lambda folder: str(write_jsonl(folder / "x.jsonl", ROWS)),
@@ -130,9 +141,13 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "arrow stream": lambda folder: write_ipc(folder / "x.feather", pa.ipc.new_stream),
     "saved data set": lambda folder: write_saved_data_set(folder / "saved"),
     "folder": lambda folder: write_folder(folder / "files"),
+    "names of files": lambda folder: [str(file) for file in sorted(write_folder(folder / "files").glob("*.jsonl"))],
+    "paths, one by one": lambda folder: iter(sorted(write_folder(folder / "files").glob("*.jsonl"))),
     "list": lambda folder: ROWS,
     "generator": lambda folder: (row for row in ROWS),
     "table": lambda folder: pa.Table.from_pylist(ROWS),
+    "batches": lambda folder: pa.Table.from_pylist(ROWS).to_reader(),
+    "data frame": lambda folder: Frame(pa.Table.from_pylist(ROWS)),
 }
 
 
@@ -410,6 +425,35 @@ def test_a_knob_that_cannot_be_right_is_a_fault(knobs: dict[str, Any]) -> None:
 def test_a_source_that_is_none_is_a_fault(source: Any) -> None:
     (fault,) = Prompts(source).faults()
     assert "give a path" in fault
+
+
+@pytest.mark.parametrize(
+    ("source", "do"),
+    [
+        (lambda file: file.open(), "give its path"),
+        (lambda file: {"2+2=", "3+3="}, "sort it"),
+        (lambda file: {"train": [{"prompt": "a"}], "test": []}, "give one of them"),
+        (lambda file: [str(file), "2+2="], "give files alone"),
+        (lambda file: ["2+2=", file], "give files alone"),
+        (lambda file: ["missing.parquet", str(file)], "file 'missing.parquet' does not exist"),
+        (lambda file: [str(file.parent / "notes.txt")], "give a folder with files ending in"),
+    ],
+    ids=["open file", "set", "splits", "file and text", "text and file", "missing", "other kind"],
+)
+def test_what_iterates_over_texts_by_accident_is_a_fault_of_the_graph(source: Any, do: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").mkdir()
+    source = source(write_jsonl(tmp_path / "x.jsonl", ROWS))
+    (fault,) = Prompts(source).faults()
+    assert do in fault
+    if hasattr(source, "close"):
+        source.close()
+
+
+def test_the_name_of_a_file_among_prompts_is_no_prompt() -> None:
+    found = (f"{number}+1=" if number < 2000 else "train.parquet" for number in range(2001))
+    with pytest.raises(RecordError, match=r"row 2000 of Replay is the name of a file, not a prompt"):
+        build(Prompts(found, epochs=1))
+    assert texts(build(Prompts([{"prompt": "train.parquet"}, {"prompt": "b"}], epochs=1))) == ["train.parquet", "b"]
 
 
 # Order
