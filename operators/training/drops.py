@@ -12,6 +12,7 @@ from dataflow.errors import OperatorError, Unusable
 from dataflow.records import ERROR, VERSIONS
 from dataflow.rules.reorder_buffer import QueuedGroup
 from dataflow.runtime import Context
+from dataflow.scoring.failure import counted
 from dataflow.staleness import Bound, newest_versions, oldest_versions, sweep
 from operators.training.journal import TOO_FEW, Journal
 from operators.training.learner.rows import drop_reason, usable
@@ -26,6 +27,9 @@ OWN_REASONS = ("failed", "skipped", *LATE, "non-finite", TOO_FEW)
 """Why the trainer drops groups by itself; any other reason is the name of a filter."""
 MOST_DROPPED_STEPS = 8
 """Steps' worth of groups in a row that may be dropped with none trained."""
+MOST_ALIKE_GROUPS, MOST_ALIKE_ROLLOUTS = 16, 64
+"""Groups in a row, of so many rollouts at least, that may fail by one cause of one node, as all do where a world is dead
+or a reward always raises: whoever began the run still waits."""
 
 
 class Drops:
@@ -53,6 +57,8 @@ class Drops:
         self._in_a_row: Counter[str] = Counter()
         """By reason, since the last group that could be trained."""
         self._last_failure = "none"
+        self._failures: Counter[str] = Counter()
+        """Rollouts of groups that failed, by node and cause, since the last group that could be trained."""
         self._scores = context.scores
         self._silent: Mapping[str, str] = context.scores
         """Scorers that told no rollout from its siblings, since the last group that could be trained."""
@@ -76,6 +82,7 @@ class Drops:
         if not good.any():
             errors = [error for error in records.column(ERROR).to_pylist() if error]
             self._last_failure = self._attributed(errors[0]) if errors else self._valueless(records)
+            self._failures.update(counted(errors))
             return "failed" if errors else "skipped"
         if self.bound is not None:
             if newest_versions(records.column(VERSIONS)).max() > step:
@@ -84,6 +91,7 @@ class Drops:
             if sweep(oldest, step, self.bound.max_staleness).any():
                 return "stale"
         self._in_a_row.clear()
+        self._failures.clear()
         self._silent = self._scores
         return None
 
@@ -114,8 +122,15 @@ class Drops:
         self._release()
 
     def check(self) -> None:
-        """Raise when nothing could be trained for long: Unusable, or OperatorError where rows came too late."""
-        if self._in_a_row.total() > MOST_DROPPED_STEPS * max(8, self._step_prompts):
+        """Raise when nothing could be trained for long, or all that came failed alike: Unusable, or OperatorError where
+        rows came too late."""
+        is_long = self._in_a_row.total() > MOST_DROPPED_STEPS * max(8, self._step_prompts)
+        fails_alike = (
+            len(self._failures) == 1
+            and self._in_a_row.total() == self._in_a_row["failed"] >= MOST_ALIKE_GROUPS
+            and self._failures.total() >= MOST_ALIKE_ROLLOUTS
+        )
+        if is_long or fails_alike:
             (most, _), *_ = self._in_a_row.most_common(1)
             do = "mend the operator that it names"
             if most not in OWN_REASONS:
@@ -123,6 +138,8 @@ class Drops:
                 if self._silent:
                     do = f"mend what is asked or how it is scored, or loosen the filter '{most}'"
             found = [f"found {dict(self._in_a_row)}"]
+            if fails_alike:
+                found.append(f"rollouts that failed alike: {dict(self._failures)}")
             if self._last_failure != "none":
                 found.append(f"the last failure: {self._last_failure}")
             if self._silent:

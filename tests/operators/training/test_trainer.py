@@ -115,6 +115,26 @@ def test_the_run_ends_with_the_last_error_when_every_group_fails(tmp_path):
     assert world.folder.metrics == []
 
 
+@pytest.mark.parametrize(("size", "groups"), [(8, 16), (4, 16), (2, 32), (1, 64)])
+def test_a_run_whose_rollouts_all_fail_alike_ends_after_as_many_as_a_user_waits_for(size, groups, tmp_path):
+    """However many groups a step has."""
+    world = rig(tmp_path, tiny_trainer(prompts_per_step=64))
+    with pytest.raises(OperatorError, match=r"failed alike: \{'judge: hung': \d+\}, the last failure: judge: hung: no"):
+        for number in range(100):
+            world.push(group(number, size=size, error=f"judge: hung: no answer of {number}"))
+            world.run()
+    assert number + 1 == groups
+
+
+@pytest.mark.parametrize("other", [None, "judge: raised: KeyError: 'a'", "the prompt is too long"])
+def test_failures_of_several_causes_and_rollouts_between_them_are_waited_for_longer(other, tmp_path):
+    world = rig(tmp_path, tiny_trainer(prompts_per_step=64))
+    for number in range(48):
+        world.push(group(number, size=8, error=other if number % 16 == 10 else "judge: hung: no answer"))
+        world.run()
+    assert world.runtime.status()["dropped"] == 48 - 3 * (other is None)
+
+
 def test_a_step_is_recorded_then_published_and_only_then_acknowledged(tmp_path):
     world = rig(tmp_path, tiny_trainer(checkpoint_every=1))
     world.runtime.push(Batch("prompts", group(0), "reward", lambda group: world.events.append("ack 0")))
