@@ -28,8 +28,8 @@ OWN_REASONS = ("failed", "skipped", *LATE, "non-finite", TOO_FEW)
 MOST_DROPPED_STEPS = 8
 """Steps' worth of groups in a row that may be dropped with none trained."""
 MOST_ALIKE_GROUPS, MOST_ALIKE_ROLLOUTS = 16, 64
-"""Groups in a row, of so many rollouts at least, that may fail by one cause of one node, as all do where a world is dead
-or a reward always raises: whoever began the run still waits."""
+"""Groups in a row, of so many rollouts at least, that may fail by one cause of one node, as where a world is dead or a
+reward always raises: whoever began the run still waits."""
 
 
 class Drops:
