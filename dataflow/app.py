@@ -156,7 +156,7 @@ _RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
         None,
         "draw the graph (.svg, .dot, .mmd or .html), or what is foreseen (.svg or .json), and stop",
     ),
-    "quiet": (bool, False, "no live view"),
+    "quiet": (bool, False, "no live view and no summary; what goes wrong is still told, on standard error"),
 }
 
 

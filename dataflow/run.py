@@ -384,11 +384,14 @@ def _stand_in(what: RunSpec, terminal: int) -> int:
 
 
 def _judged(folder: RunFolder, quiet: bool) -> Verdict:
-    """What `verify` says of a run that has ended; shown with its summary, unless it is to be quiet."""
+    """What `verify` says of a run that has ended; shown with its summary; where it is to be quiet, only if it
+    is not clean."""
     verdict = verify(folder.path)
     if not quiet:
         with make_view(sys.stdout) as view:
             view.summary(summarize(folder, verdict.line, verdict.clean))
+    elif not verdict.clean:
+        for_a_while(lambda: print(f"{folder.path}: {verdict.line}", file=sys.stderr, flush=True))
     return verdict
 
 

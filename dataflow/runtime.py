@@ -110,6 +110,10 @@ class Runtime:
         """Small numbers for the heartbeat: queue, version, step, and `done` when it has nothing more to do, ever."""
         return {}
 
+    def under_way(self) -> dict[str, int]:
+        """What of `status` grows within one slice of work. Called from another thread, at any time: reads only."""
+        return {}
+
     def wants_devices(self) -> bool:
         """Whether it has work that needs its devices: asked of one that takes turns on them (`Traits.sleeps`)."""
         return True

@@ -26,15 +26,17 @@ def make_view(stream: TextIO, interval_s: float = 5.0) -> SafeView:
 
 @contextlib.contextmanager
 def showing(stream: TextIO, *, quiet: bool) -> Iterator[SafeView]:
-    """A view of a run, and none where it is to be quiet; what else this process prints does not wait for a terminal
-    either: it stands above the live view, or comes to sys.stderr by a way of its own."""
+    """A view of a run; where it is to be quiet, of its messages alone, on sys.stderr. What else this process prints
+    does not wait for a terminal either: it stands above the live view, or comes to sys.stderr by a way of its own."""
     with contextlib.ExitStack() as stack:
-        view = stack.enter_context(SafeView([]) if quiet else make_view(stream))
-        if not quiet and _is_terminal(stream):
+        view = None if quiet else stack.enter_context(make_view(stream))
+        if view is not None and _is_terminal(stream):
             stack.enter_context(told_by(view, "stdout", "stderr"))
         else:
             way = direct(sys.stderr)
-            stack.enter_context(told_by(stack.enter_context(SafeView([lambda: PassedOn(way)])), "stderr"))
+            aside = stack.enter_context(SafeView([lambda: PassedOn(way)]))
+            stack.enter_context(told_by(aside, "stderr"))
+            view = view or aside
         yield view
 
 

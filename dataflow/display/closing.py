@@ -21,8 +21,10 @@ def plain_line(snapshot: Snapshot) -> str:
     if known(snapshot.staleness_mean) is not None:
         bound = f"/{age(snapshot.staleness_bound)}" if known(snapshot.staleness_bound) is not None else ""
         facts.append(f"staleness {age(snapshot.staleness_mean)}{bound}")
-    if known(snapshot.rollouts_per_s) is not None:
+    if known(snapshot.rollouts_per_s) is not None and not snapshot.only_begun:
         facts.append(f"{rate(snapshot.rollouts_per_s)} rollouts/s")
+    if known(snapshot.rollouts_active):
+        facts.append(f"{count(snapshot.rollouts_active)} rollouts under way")
     if known(snapshot.tokens_per_s) is not None:
         facts.append(f"{rate(snapshot.tokens_per_s)} tokens/s")
     facts += [several(node.name, node.replicas, ASCII) for node in snapshot.nodes if (known(node.replicas) or 1) > 1]

@@ -112,8 +112,10 @@ def _facts(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list
         add("staleness", age(snapshot.staleness_mean), [(f"{most}{bound}", "dim")])
     if known(snapshot.version) is not None:
         add("version", count(snapshot.version))
-    if known(snapshot.rollouts_per_s) is not None:
+    if known(snapshot.rollouts_per_s) is not None and not snapshot.only_begun:
         facts.append([(rate(snapshot.rollouts_per_s), "strong"), (" rollouts/s", "dim")])
+    if known(snapshot.rollouts_active):
+        facts.append([(count(snapshot.rollouts_active), "strong"), (" rollouts under way", "dim")])
     if known(snapshot.tokens_per_s) is not None:
         facts.append([(rate(snapshot.tokens_per_s), "strong"), (" tokens/s", "dim")])
     told = [f"{count(value)} {clean(state)}" for state, value in snapshot.groups.items() if known(value)]

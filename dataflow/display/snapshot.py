@@ -70,8 +70,11 @@ class Snapshot:
     accuracy_before: float | None = None
     """eval_accuracy before the first step."""
     tokens_per_s: float | None = None
-    """Generated tokens per second."""
+    """Generated tokens per second, of rollouts that have not ended too."""
     rollouts_per_s: float | None = None
+    """That came to the trainer."""
+    rollouts_active: int | None = None
+    """That are being generated now."""
     elapsed_s: float | None = None
     left_s: float | None = None
     """Estimated seconds to the end."""
@@ -81,6 +84,11 @@ class Snapshot:
     """The last warnings, newest last."""
     nodes: tuple[NodeSnapshot, ...] = ()
     edges: tuple[EdgeSnapshot, ...] = ()
+
+    @property
+    def only_begun(self) -> bool:
+        """Whether rollouts are being generated, and none has come to the trainer lately: no rate is known of them."""
+        return bool(self.rollouts_active) and not self.rollouts_per_s
 
 
 @dataclass(frozen=True, kw_only=True)

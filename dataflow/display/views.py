@@ -87,7 +87,13 @@ class PlainView:
 
 
 class PassedOn(PlainView):
-    """What others print, as it is."""
+    """What is told and what others print, as it is; neither progress nor a summary."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Nothing."""
+
+    def summary(self, summary: Summary) -> None:
+        """Nothing."""
 
     def message(self, text: str) -> None:
         """Write it."""

@@ -162,7 +162,8 @@ def execute(run: RunSpec) -> TrainingResult:
     notices: list[str] = []
     folder = RunFolder.open(run.settings.folder, Extras(notices.append))
     clock = RunClock(0.0 if run.taken is None else run.taken.away_s)
-    watch, times = ProgressWatch(run.graph, run.plan, folder, run.settings.steps, clock), Times(folder, run.begun)
+    watch = ProgressWatch(run.graph, run.plan, folder, run.settings.steps, clock, run.begun.steps)
+    times = Times(folder, run.begun)
     following = TrackersOfRun(folder, run.track, run.settings.limits)
     try:
         with _told_if_it_fails(times, watch):

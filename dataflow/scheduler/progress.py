@@ -10,6 +10,7 @@ from dataflow.display.silence import Silence
 from dataflow.draw.curve import CURVE_NAMES
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
+from dataflow.node import Generate
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.state_machine import RunStateMachine
@@ -18,7 +19,8 @@ from dataflow.structure import feeding, leading, lines_of
 from dataflow.worker.kept_counts import CrossedByFile, total
 from dataflow.worker.state_clock import BESIDE, STATES
 
-_WINDOW_S = 5.0
+_WINDOW_S, _LONGEST_S, _APART_S = 5.0, 60.0, 0.5
+"""Of what is told per second: at least, and where nothing has come in that time. Between two moments that are kept."""
 _BUSY = "busy"
 _Spent: TypeAlias = dict[str, dict[str, float]]
 """By state and node, seconds."""
@@ -47,7 +49,9 @@ class ProgressWatch:
         folder: RunFolder,
         steps: int | None,
         clock: Callable[[], float] = time.monotonic,
+        begun: Mapping[str, int] | None = None,
     ) -> None:
+        """begun: by trainer, steps that parts of the run before this one have made."""
         self._graph, self._plan, self._folder, self._steps, self._clock = graph, plan, folder, steps, clock
         self._began = clock()
         self._training: tuple[float, _Spent] | None = None
@@ -61,6 +65,7 @@ class ProgressWatch:
         self._past: collections.deque[tuple[float, dict[str, dict[str, Any]]]] = collections.deque()
         self._leading = leading(graph)
         self._leader = next(iter(self._leading), None)
+        self._begun = (begun or {}).get(self._leader or "", 0)
         self._last_step: dict[str, Any] = {}
         """The newest line of the trainer that leads."""
         self._accuracies: tuple[float, float] | None = None
@@ -128,8 +133,10 @@ class ProgressWatch:
         if self._training and self._trained is None and run.phase in ("last_evaluation", "over"):
             self._trained = (now, self._spent_so_far())
         self._doing = _DRAINING if run.draining else _DOING.get(run.phase, "")
+        if len(self._past) > 1 and now - self._past[-2][0] < _APART_S:
+            self._past.pop()
         self._past.append((now, self._nodes))
-        while len(self._past) > 2 and now - self._past[0][0] > _WINDOW_S:
+        while len(self._past) > 2 and now - self._past[1][0] > _LONGEST_S:
             self._past.popleft()
         self._tail()
 
@@ -145,18 +152,18 @@ class ProgressWatch:
             NodeSnapshot(name=name, state="starting" if name in names else "ready") for name in self._graph.operators
         )
         return Snapshot(
-            graph=self._graph.name, steps=self._steps, doing=f"starting {', '.join(names)}" if names else "",
-            elapsed_s=self._clock() - self._began, nodes=nodes,
+            graph=self._graph.name, step=self._begun, steps=self._steps,
+            doing=f"starting {', '.join(names)}" if names else "", elapsed_s=self._clock() - self._began, nodes=nodes,
         )  # fmt: skip
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""
         last, scores = self._last_step, self._accuracies
-        step = last.get("step", 0)
+        step = max(last.get("step", 0), self._begun)
         elapsed = self._clock() - self._began
         left = None
-        if self._steps and step and self._training:
-            left = (self._steps - step) * self.seconds / step
+        if self._steps and step > self._begun and self._training:
+            left = (self._steps - step) * self.seconds / (step - self._begun)
         bounds = [bound.max_staleness for bound in self._plan.bounds.values()]
         return Snapshot(
             graph=self._graph.name, step=step, steps=self._steps, doing=self._doing, version=self._version(),
@@ -165,7 +172,7 @@ class ProgressWatch:
             accuracy=scores[1] if scores else None, accuracy_before=scores[0] if scores else None,
             tokens_per_s=self._rate(lambda nodes: sum(n["status"].get("tokens", 0) for n in nodes.values())),
             rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._leading if n in nodes)),
-            elapsed_s=elapsed, left_s=left, groups=self._groups(),
+            rollouts_active=self._active(), elapsed_s=elapsed, left_s=left, groups=self._groups(),
             nodes=tuple(self._node(name) for name in self._graph.operators), edges=self._edges(),
         )  # fmt: skip
 
@@ -217,13 +224,14 @@ class ProgressWatch:
                     self._accuracies = (first, line["eval_accuracy"])
                 if "loss" in line:
                     self._last_step = line
-                    self._outcomes["trained"] += line.get("groups", 0)
-                    self._outcomes["dropped"] += sum((line.get("dropped") or {}).values())
+                    if line.get("step", 0) > self._begun:
+                        self._outcomes["trained"] += line.get("groups", 0)
+                        self._outcomes["dropped"] += sum((line.get("dropped") or {}).values())
                     if told := self._silence.take(line):
                         self.notices.append(told)
 
     def _groups(self) -> dict[str, int]:
-        """Groups of the training sources, as the nodes tell of them."""
+        """Groups of the training sources, as the nodes tell of them: in this part of the run."""
         issued = sum(
             n["rows_out"] for name, n in self._nodes.items()
             if self._graph.operators[name].kind == "source" and name not in self._plan.on_demand
@@ -251,14 +259,34 @@ class ProgressWatch:
     def _rate(self, of: Callable[[dict[str, dict[str, Any]]], float]) -> float | None:
         if len(self._past) < 2:
             return None
-        (then, before), (now, after) = self._past[0], self._past[-1]
-        return max(0.0, of(after) - of(before)) / (now - then) if now > then else None
+        now, count = self._past[-1][0], of(self._past[-1][1])
+        at = self._window()
+        while at and of(self._past[at][1]) == count:
+            at -= 1
+        then, before = self._past[at]
+        return max(0.0, count - of(before)) / (now - then) if now > then else None
+
+    def _window(self) -> int:
+        """The moment that is `_WINDOW_S` ago, or the first."""
+        now = self._past[-1][0]
+        return max((at for at, (then, _) in enumerate(self._past) if now - then >= _WINDOW_S), default=0)
+
+    def _active(self) -> int | None:
+        """Rollouts that are being generated: of episodes, not the turns that they ask a generator for."""
+        generates = [each for each in self._graph.operators.values() if isinstance(each, Generate)]
+        asked = {each.asks.name for each in generates if each.asks is not None}
+        found = [
+            self._nodes[each.name]["status"].get("active") for each in generates
+            if each.name in self._nodes and each.name not in asked
+        ]  # fmt: skip
+        known = [int(count) for count in found if count is not None]
+        return sum(known) if known else None
 
     def _node(self, name: str) -> NodeSnapshot:
         node = self._nodes.get(name)
         if node is None:
             return NodeSnapshot(name=name, state="starting")
-        before = self._past[0][1].get(name, node) if self._past else node
+        before = self._past[self._window()][1].get(name, node) if self._past else node
         spent = {key: node["seconds"][key] - before["seconds"][key] for key in STATES}
         whole = sum(spent.values())
         status = node["status"]

@@ -186,7 +186,10 @@ class Worker:
         now = self._clock()
         turned_s = now - self._turned if self._state == "running" else 0.0
         nodes = {
-            node: dataclasses.replace(told, **self._host.loops[node].spent()) for node, told in self._report.items()
+            node: dataclasses.replace(
+                told, status={**told.status, **self._host.runtimes[node].under_way()}, **self._host.loops[node].spent()
+            )
+            for node, told in self._report.items()
         }
         return messages.Heartbeat(
             attempt=self._attempt, state=self._state, nodes=nodes, edges=self._depths, crossed=self._crossed,

@@ -199,6 +199,10 @@ class GeneratorRuntime(Runtime):
             **self._times.status(),
         }
 
+    def under_way(self) -> dict[str, int]:
+        """Tokens drawn and rollouts that are being drawn: a slice of a large model takes minutes."""
+        return {"tokens": self.engine.drawn, "active": self.engine.live}
+
     def close(self) -> None:
         """Give up the rollouts that are under way; what was written down of them stays."""
         self.engine.close()

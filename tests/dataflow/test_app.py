@@ -190,8 +190,10 @@ def test_the_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> No
     [
         (("verfy", "runs/latest"), "no command 'verfy'; did you mean 'verify'?"),
         (("--verison",), "did you mean '--version'?"), (("resume", "--step", "3"), "--steps"),
-        (("show", "latest"), "did you mean 'runs/latest'?"), (("show", "runs/sortin-2026"), "did you mean 'runs/sorting-2026'?"),
-        (("show", "sorting"), "did you mean 'runs/sorting-2026'?"), (("scale", "runs/sorting-2026", "x=1"), "takes no commands"),
+        (("show", "latest"), "did you mean 'runs/latest'?"),
+        (("show", "runs/sortin-2026"), "did you mean 'runs/sorting-2026'?"),
+        (("show", "sorting"), "did you mean 'runs/sorting-2026'?"),
+        (("scale", "runs/sorting-2026", "x=1"), "takes no commands"),
     ],
 )  # fmt: skip
 def test_what_is_mistyped_is_told_with_what_was_meant(

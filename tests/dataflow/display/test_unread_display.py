@@ -14,7 +14,7 @@ from typing import TextIO
 
 import pytest
 
-from dataflow.display import PlainView, SafeView, Snapshot, make_view, showing
+from dataflow.display import PlainView, SafeView, Snapshot, Summary, make_view, showing
 from dataflow.display.outlet import Direct, direct
 
 pytestmark = pytest.mark.timeout(60)
@@ -83,6 +83,18 @@ def test_what_is_printed_meanwhile_waits_for_nobody_either(unread: Unread, monke
             print(f"warning {count}", file=sys.stderr)
         unread.read_until(b"warning 99")
     assert sys.stderr is unread.stream
+
+
+def test_a_quiet_run_tells_what_goes_wrong_on_standard_error_and_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with showing(sys.stdout, quiet=True) as view:
+        view.update(Snapshot(step=3))
+        view.message("tracker 'wandb' died")
+        print("a warning", file=sys.stderr)
+        view.summary(Summary(graph="aipo"))
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.splitlines() == ["tracker 'wandb' died", "a warning"]
 
 
 def test_messages_that_nobody_reads_are_bounded_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dataflow import Graph, Model
+from dataflow.display.closing import plain_line
 from dataflow.folder.run_folder import RunFolder
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
@@ -19,7 +20,7 @@ from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 class Scene:
     """A watch with a clock that is moved by hand, and a run that is training."""
 
-    def __init__(self, folder: Path, gpus: Any = None) -> None:
+    def __init__(self, folder: Path, gpus: Any = None, begun: int = 0) -> None:
         graph, model = Graph("test"), Model("policy")
         generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
         trainer(generator(graph.source(FakePrompts())))
@@ -27,7 +28,7 @@ class Scene:
         made = plan(graph, Devices(cpus=2), gpus=gpus)
         self.now = 0.0
         self.folder = RunFolder.create(folder, "test")
-        self.watch = ProgressWatch(graph, made, self.folder, 10, clock=lambda: self.now)
+        self.watch = ProgressWatch(graph, made, self.folder, 10, clock=lambda: self.now, begun={"trainer": begun})
         self.run = RunStateMachine(graph, made)
         self.run.start()
 
@@ -84,6 +85,31 @@ def test_it_tells_who_is_starting_and_what_goes_on_before_and_after_the_steps(sc
     scene.run.drain()
     scene.note(2.0)
     assert scene.watch.snapshot().doing == "stopping after the step under way"
+
+
+def test_a_run_that_goes_on_begins_at_the_step_that_it_had_come_to(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, begun=8)
+    assert (scene.watch.starting(["trainer-0"]).step, scene.watch.starting([]).step) == (8, 8)
+    scene.folder.append_metrics({"step": 8, "loss": 0.5, "groups": 90})
+    scene.run.phase = "training"
+    scene.note(100.0, generator_0=beat("live", 10, 1.0))
+    assert scene.watch.snapshot().step == 8 and scene.watch.snapshot().left_s is None
+    scene.folder.append_metrics({"step": 9, "loss": 0.5, "groups": 2})
+    scene.note(110.0, generator_0=beat("live", 20, 2.0))
+    shown = scene.watch.snapshot()
+    assert (shown.step, shown.left_s) == (9, 10.0), "a step of this part takes as long as the one it has made"
+    assert shown.groups["trained"] == 2, "what is issued and trained is of the same part"
+
+
+def test_rollouts_under_way_are_told_and_their_tokens_counted_before_any_has_ended(scene: Scene) -> None:
+    for second in range(90):
+        scene.note(float(second), generator_0=beat("live", second // 30, 0.0))
+    shown = scene.watch.snapshot()
+    assert shown.rollouts_active == 4 and shown.tokens_per_s == pytest.approx(10 / 30, rel=0.05)
+    assert "4 rollouts under way" in plain_line(shown) and "rollouts/s" not in plain_line(shown)
+    for second in range(90, 200):
+        scene.note(float(second), generator_0=beat("live", 2, 0.0))
+    assert scene.watch.snapshot().tokens_per_s == 0.0, "nothing for a minute is nothing"
 
 
 def test_those_at_work_are_counted_and_those_on_their_way_are_noted(scene: Scene) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -14,7 +15,17 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
-from dataflow.worker.messages import Moved, NodeCommand, RetireReceivers, Start, Stop, ToWorker, WeightLine, Wire
+from dataflow.worker.messages import (
+    Moved,
+    NodeCommand,
+    NodeReport,
+    RetireReceivers,
+    Start,
+    Stop,
+    ToWorker,
+    WeightLine,
+    Wire,
+)
 from dataflow.worker.worker import Worker
 
 
@@ -86,6 +97,16 @@ def test_a_worker_builds_its_operators_once_it_knows_where_the_others_listen(mon
     with pytest.raises(SystemExit):
         made.run()
     assert done == ["Hello", "c", "build"]
+
+
+def test_a_sign_of_life_tells_what_has_grown_within_the_slice_of_work() -> None:
+    made = worker(FakeLink())
+    made._host.runtimes = {"prompts": SimpleNamespace(under_way=lambda: {"tokens": 7})}  # type: ignore[dict-item]
+    made._host.loops = {"prompts": SimpleNamespace(spent=dict)}  # type: ignore[dict-item]
+    status = {"tokens": 3, "queue": 1}
+    report = NodeReport(status=status, seconds={}, rows_in=0, rows_out=0, ended=False, blocked=False)
+    made._report = {"prompts": report}
+    assert made.heartbeat().nodes["prompts"].status == {"tokens": 7, "queue": 1}
 
 
 def test_a_receiver_that_moves_while_it_retires_has_gone_only_when_it_owes_nothing_there() -> None:

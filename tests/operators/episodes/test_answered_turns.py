@@ -71,6 +71,24 @@ def test_a_turn_starts_when_the_group_of_its_rollout_may(generator: GeneratorRun
     assert released == [90, 91, 92]
 
 
+def test_tokens_are_told_before_the_slice_in_which_they_are_drawn_ends(
+    generator: GeneratorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, int]] = []
+    step = generator.engine.step
+
+    def stepped(starts: Any) -> Any:
+        ended = step(starts)
+        told.append(generator.under_way())
+        return ended
+
+    monkeypatch.setattr(generator.engine, "step", stepped)
+    asked(generator, [90], [0])
+    generator.work()
+    drawn = [each["tokens"] for each in told]
+    assert drawn == sorted(set(drawn)) and drawn[0] > 0 and told[0]["active"] == 1
+
+
 def test_turns_are_taken_however_many_wait_that_may_not_start(generator: GeneratorRuntime) -> None:
     asked(generator, range(1000), range(5000, 6000))
     assert answered(generator) == {}
