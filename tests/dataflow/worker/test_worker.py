@@ -26,6 +26,7 @@ from dataflow.worker.messages import (
     WeightLine,
     Wire,
 )
+from dataflow.worker.state_clock import STATES
 from dataflow.worker.worker import Worker
 
 
@@ -104,7 +105,9 @@ def test_a_sign_of_life_tells_what_has_grown_within_the_slice_of_work() -> None:
     made._host.runtimes = {"prompts": SimpleNamespace(under_way=lambda: {"tokens": 7})}  # type: ignore[dict-item]
     made._host.loops = {"prompts": SimpleNamespace(spent=dict)}  # type: ignore[dict-item]
     status = {"tokens": 3, "queue": 1}
-    report = NodeReport(status=status, seconds={}, rows_in=0, rows_out=0, ended=False, blocked=False)
+    report = NodeReport(
+        status=status, seconds=dict.fromkeys(STATES, 0.0), rows_in=0, rows_out=0, ended=False, blocked=False
+    )
     made._report = {"prompts": report}
     assert made.heartbeat().nodes["prompts"].status == {"tokens": 7, "queue": 1}
 
