@@ -148,8 +148,6 @@ class Agents:
     def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False) -> None:
         """As `ForkserverClient.spawn`, on the host that the settings name."""
         self._spawns[name] = message = Spawn(name, settings, heavy, keeps)
-        if self.messages.sits(name, settings["host"]):
-            self._to_all(Pace(self.messages.beat_s))
         self._start(self._hosts[settings["host"]], message)
 
     def kill(self, name: str, number: int = signal.SIGKILL, *, forget: bool = False) -> None:
@@ -163,7 +161,8 @@ class Agents:
     def flush(self) -> None:
         """What was said to workers leaves, in one message to each host."""
         for host, tell in self.messages.tells():
-            self._send(self._hosts[host], tell)
+            if host in self._hosts:
+                self._send(self._hosts[host], tell)
 
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on; returns when they do, as this process may be stopped next."""
@@ -184,6 +183,8 @@ class Agents:
         if now - self._lived < _LIVES_S:
             return
         self._lived = now
+        if self.messages.slows(max(len(self._spawns), sum(len(agent.handed) for agent in self._hosts.values()))):
+            self._to_all(Pace(self.messages.beat_s))
         for name, agent in self._hosts.items():
             if agent.has_left:
                 continue
@@ -307,7 +308,7 @@ class Agents:
             case Alive() | FromWorkers():
                 self._events.append({"event": "heard", "name": name})
                 if isinstance(message, FromWorkers):
-                    self.messages.take(message)
+                    self.messages.take(name, message)
             case Notice():
                 self._events.append(vars(message) | {"host": name})
                 if message.event == "exited":
@@ -324,11 +325,9 @@ class Agents:
 
     def _handed_over(self, name: str, agent: HostAgent) -> None:
         """An agent has said which workers it has."""
-        for worker in agent.handed:
-            self.messages.sits(worker, name)
         self._joined(name, agent)
         for spawn in self._spawns.values():
-            if host_of(spawn) == name and spawn.name not in agent.handed:
+            if host_of(spawn) == name and not agent.had(spawn):
                 self._start(agent, spawn)  # it was lost on its way
 
     def _start(self, agent: HostAgent, spawn: Spawn) -> None:

@@ -20,7 +20,7 @@ from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
 from dataflow.scheduler import events, scaling, seating
-from dataflow.scheduler.control_server import Client, ControlServer, Message
+from dataflow.scheduler.control_server import Client, ControlServer
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import (
     KeepCheckpoint,
@@ -44,6 +44,7 @@ from dataflow.system.files import only_told
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.kept_counts import CrossedByFile, KeptFiles
+from dataflow.worker.messages import ToWorker
 
 NAME = "scheduler"
 """In faults.jsonl."""
@@ -62,7 +63,7 @@ class Scheduler:
     produces: messages to workers, processes, signals; replies; lines of faults.jsonl; the snapshot of its table
     waits for: the workers, each wait with a deadline
     unblocked by: their messages; a worker that dies, fails, hangs or is stuck is started again, as `recovery` says. It
-        ends the run with its cause when that is hopeless, when not all were ready once, and a trainer when the run ends
+        ends the run with its cause when that is hopeless, when it says why it cannot start, and a trainer at the end
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Scheduler:
         self._server, self.check = server, server.check
         self.snapshot = SnapshotFile(server.left, {"table": self.table.to_plain}, server.number, self._clock)
         server.ahead, server.told = self._leave_snapshot, self.notices.append
-        self.stall_watch = StallWatch(self.table, server.send, settings, clock)
+        self.stall_watch = StallWatch(self.table, self._send, settings, clock)
         self._swap_requests = SwapRequests(
             self.table, server, lambda record: self._of(record, record.host),
             swap_in=lambda swap: self._apply(events.SwapIn(swap)), reply=self._reply, clock=clock,
@@ -245,10 +246,10 @@ class Scheduler:
         why = f"whose scheduler {was}: without one for {server.alone_s:.1f} s"
         self._faults.recovered(NAME, f"process {os.getpid()} goes on with the run, {why}")
 
-    def _receive(self, messages: Iterable[Message]) -> None:
-        for name, message in messages:
-            if not self._swap_requests.hear(name, message):
-                self._apply(events.Received(name, message))
+    def _receive(self, messages: Iterable[events.Received]) -> None:
+        for received in messages:
+            if not self._swap_requests.hear(received.name, received.message):
+                self._apply(received)
 
     def _note(self, event: Mapping[str, Any]) -> None:
         """Take in what the forkserver tells; of a worker that failed first what it sent itself."""
@@ -292,7 +293,7 @@ class Scheduler:
                 for host in dict.fromkeys(record.rank_hosts):
                     self._server.dismiss(_of_ranks(command.name, command.attempt, host))
             case events.Send():
-                self._server.send(command.to, command.message)
+                self._send(command.to, command.message)
             case events.Signal():
                 self._server.kill(command.to, command.number)
             case events.Clear():
@@ -310,6 +311,9 @@ class Scheduler:
                 self._server.refuse(command.who, "it names what is not its own")
             case events.EndRun():
                 raise command.error
+
+    def _send(self, to: str, message: ToWorker) -> None:
+        self._server.send(to, message, self.table.workers[to].host)
 
     def _spawn(self, command: events.StartWorker) -> None:
         """Ask the forkserver for a process."""

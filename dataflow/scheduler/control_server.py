@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import zmq
 
@@ -21,10 +21,11 @@ from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.scheduler.agents import Agents
+from dataflow.scheduler.events import Received
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Refused, Reply, Request
 from dataflow.system.messages import MESSAGE_BYTES, MessageError
 from dataflow.system.security import Guard, RunKeys, endpoint, reachable
-from dataflow.worker.messages import DECIDE_NOTHING, TO_SCHEDULER, TO_WORKER, FromWorker, Heard, ToWorker
+from dataflow.worker.messages import DECIDE_NOTHING, TO_SCHEDULER, TO_WORKER, Heard, ToWorker
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ class Client:
     identity: bytes
 
 
-Message: TypeAlias = tuple[str, FromWorker]
-"""Who sent it, a worker by its name, and what."""
 _LIVES_S = 0.25
 """Between two signs of life for the forkserver."""
 _REMEMBERED = 100
@@ -109,7 +108,7 @@ class ControlServer:
         self._poller.register(self._requests, zmq.POLLIN)
         self._poller.register(self._forkserver.pollable, zmq.POLLIN)
 
-    def wait(self, wait_s: float) -> tuple[list[Message], list[tuple[Client, Request]], list[Event]]:
+    def wait(self, wait_s: float) -> tuple[list[Received], list[tuple[Client, Request]], list[Event]]:
         """What workers and clients have sent, and what the forkserver tells, within `wait_s`.
 
         Errors: Replaced, before anything is sent or taken in."""
@@ -136,19 +135,19 @@ class ControlServer:
         Replaced."""
         self._events += self._forkserver.events()
 
-    def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+    def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Received]:
         """What workers send until nobody sends anything for `pause_s`, or for `wait_s`."""
         deadline = time.monotonic() + wait_s
         while (left := deadline - time.monotonic()) > 0 and self._router.poll(math.ceil(1000 * min(pause_s, left))):
             yield from self._heard()
 
-    def send(self, to: str, message: ToWorker) -> None:
-        """Send a message to a worker; nobody hears it where he is not there."""
+    def send(self, to: str, message: ToWorker, host: str = "") -> None:
+        """Send a message to a worker on a host; nobody hears it where he is not there."""
         encoded = TO_WORKER.encode(message)
         if isinstance(message, DECIDE_NOTHING):
-            self._say(to, encoded)
+            self._say(to, host, encoded)
         else:
-            self._outgoing.append(lambda: self._say(to, encoded))
+            self._outgoing.append(lambda: self._say(to, host, encoded))
 
     def reply(self, to: Client, reply: Reply) -> None:
         """Answer a request."""
@@ -235,22 +234,22 @@ class ControlServer:
         assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
         return reachable(endpoint.decode())
 
-    def _say(self, to: str, encoded: bytes) -> None:
+    def _say(self, to: str, host: str, encoded: bytes) -> None:
         self._router.send_multipart([to.encode(), encoded])
 
     def _flush(self) -> None:
         """What was said leaves."""
 
-    def _heard(self) -> Iterator[Message]:
+    def _heard(self) -> Iterator[Received]:
         """What workers have sent."""
         while self._router.poll(0):
             identity, *frames = self._router.recv_multipart()
             yield from self._read(identity.decode(errors="backslashreplace"), b"".join(frames))
 
-    def _read(self, name: str, encoded: bytes) -> Iterator[Message]:
+    def _read(self, name: str, encoded: bytes, host: str = "") -> Iterator[Received]:
         """What a worker said; nothing where it is no message."""
         try:
-            yield name, TO_SCHEDULER.decode(encoded)
+            yield Received(name, TO_SCHEDULER.decode(encoded), host)
         except MessageError as error:
             self.refuse(f"'{name}'", str(error))
 
@@ -328,24 +327,24 @@ class HostsControlServer(ControlServer):
         self._sockets.add(Path(place["sockets"]))
         return {"control": relay.address(place["sockets"]), "ledger": self.whereabouts.ledger, **place}
 
-    def send(self, to: str, message: ToWorker) -> None:
+    def send(self, to: str, message: ToWorker, host: str = "") -> None:
         """As `ControlServer.send`; heartbeats are answered by the agents."""
         if not isinstance(message, Heard):
-            super().send(to, message)
+            super().send(to, message, host)
 
-    def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+    def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Received]:
         """As `ControlServer.drain`; an agent tells of an end after what it has heard before."""
         yield from self._heard()
 
-    def _say(self, to: str, encoded: bytes) -> None:
-        self._agents.messages.say(to, encoded)
+    def _say(self, to: str, host: str, encoded: bytes) -> None:
+        self._agents.messages.say(to, host, encoded)
 
     def _flush(self) -> None:
         self._agents.flush()
 
-    def _heard(self) -> Iterator[Message]:
-        for name, encoded in self._agents.messages.heard():
-            yield from self._read(name, encoded)
+    def _heard(self) -> Iterator[Received]:
+        for host, name, encoded in self._agents.messages.heard():
+            yield from self._read(name, encoded, host)
 
 
 class TakenOverControlServer(ControlServer):

@@ -67,6 +67,8 @@ class Received:
 
     name: str
     message: FromWorker
+    host: str = ""
+    """Whose agent has passed it on; empty: he is on this machine."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class EndRanks:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message to a worker."""
+    """Send a message to a worker, where it runs now."""
 
     to: str
     message: ToWorker

@@ -90,6 +90,11 @@ class HostAgent:
         """Workers that it has and that have not ended."""
         return [name for name, each in self.handed.items() if each.alive]
 
+    def had(self, spawn: Spawn) -> bool:
+        """Whether it has, or had, the process that was asked for, and not one from before that."""
+        known = self.handed.get(spawn.name)
+        return known is not None and known.settings["attempt"] >= spawn.settings["attempt"]
+
     def takes(self, answer: HandedOver) -> bool:
         """Its workers are those that have arrived, if the answer counts."""
         handed, self.arriving = self.arriving, {}

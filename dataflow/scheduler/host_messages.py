@@ -26,34 +26,31 @@ class HostMessages:
         self.beat_s = 0.2
         """Between two heartbeats of a worker that are passed on."""
         self._most_s = hang_s / _MISSED
-        self._host: dict[str, str] = {}
-        self._heard: list[tuple[str, bytes]] = []
+        self._heard: list[tuple[str, str, bytes]] = []
         self._tells: dict[str, tuple[list[str], list[bytes]]] = {}
 
-    def sits(self, name: str, host: str) -> bool:
-        """A worker is started on a host; whether workers have become so many that they are to be heard less often."""
-        self._host[name] = host
-        wanted = min(len(self._host) / _A_SECOND, self._most_s)
+    def slows(self, workers: int) -> bool:
+        """Whether workers have become so many that they are to be heard less often."""
+        wanted = min(workers / _A_SECOND, self._most_s)
         if wanted > self.beat_s * _SLOWER:
             self.beat_s = wanted
             return True
         return False
 
-    def take(self, said: FromWorkers) -> None:
-        """An agent passes on."""
-        self._heard += zip(said.names, said.messages, strict=True)
+    def take(self, host: str, said: FromWorkers) -> None:
+        """The agent of a host passes on."""
+        self._heard += zip([host] * len(said.names), said.names, said.messages, strict=True)
 
-    def heard(self) -> list[tuple[str, bytes]]:
-        """Who has said what since the last call."""
+    def heard(self) -> list[tuple[str, str, bytes]]:
+        """Where who has said what since the last call."""
         found, self._heard = self._heard, []
         return found
 
-    def say(self, name: str, message: bytes) -> None:
-        """Something for a worker; nobody hears it where none is."""
-        if name in self._host:
-            names, messages = self._tells.setdefault(self._host[name], ([], []))
-            names.append(name)
-            messages.append(message)
+    def say(self, name: str, host: str, message: bytes) -> None:
+        """Something for the worker of that name on a host; nobody hears it where none is."""
+        names, messages = self._tells.setdefault(host, ([], []))
+        names.append(name)
+        messages.append(message)
 
     def tells(self) -> Iterator[tuple[str, ToWorkers]]:
         """What leaves now, by host."""

@@ -8,7 +8,7 @@ lost host that is back, as after a cut of the network, ends what it still has be
 
 from collections.abc import Mapping
 
-from dataflow.errors import RunError, WorkerDied
+from dataflow.errors import RunError
 from dataflow.limits import no_host_for_too_long
 from dataflow.scheduler import failover, lifecycle, recovery, seating
 from dataflow.scheduler.events import Clear, Command, EndRun, HostJoined, KeptProcess, NotifyUser
@@ -48,11 +48,6 @@ def lost(table: Table, name: str, cause: str, now: float) -> list[Command]:
     if host is None or not host.is_alive:
         return []
     host.is_alive, host.is_met, host.cause = False, True, cause
-    if not table.begun and not table.is_closing:
-        return [EndRun(WorkerDied(
-            f"host '{name}' {cause} before all workers were ready; see its agent's log in {table.folder}/logs, "
-            f"and start the run again"
-        ))]  # fmt: skip
     workers = [record for record in _of(table, name) if record.life is not Life.GONE]
     names = ", ".join(record.name for record in workers)
     commands: list[Command] = [NotifyUser(f"host '{name}' {cause}; with it fell {names or 'no worker'}")]

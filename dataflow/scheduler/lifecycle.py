@@ -35,8 +35,6 @@ def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_hos
     if is_swapped := record.cause == swapping.CAUSE:
         noticed, cause = [], swapping.CAUSE
     record.fall(cause)
-    if not table.begun:
-        return [EndRun(WorkerDied(table.obituary(record)))]
     if table.is_ending:
         return [*noticed, *give_up(table, record)]
     commands = [*noticed, *scaling.fell(table, record)]
@@ -51,8 +49,11 @@ def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_hos
 
 
 def give_up(table: Table, record: WorkerRecord) -> list[Command]:
-    """A worker is down while the run is ending: without a trainer that is not done it cannot end as it should."""
+    """A worker is down while the run is ending: without a trainer that is not done it cannot end as it should, nor one
+    that never began."""
     record.life, record.restart_at = Life.GONE, None
+    if not table.begun:
+        return [EndRun(WorkerDied(table.obituary(record)))]
     if any(table.graph.operators[node].trains and not table.run.is_done(node) for node in record.nodes):
         return [EndRun(WorkerDied(f"{table.obituary(record)}; the run was ending, and its last checkpoint is good"))]
     return []
@@ -60,9 +61,6 @@ def give_up(table: Table, record: WorkerRecord) -> list[Command]:
 
 def kill(table: Table, record: WorkerRecord, cause: str, now: float) -> list[Command]:
     """End a worker that does not go on by itself."""
-    if not table.begun:
-        record.cause = cause
-        return [EndRun(WorkerDied(table.obituary(record)))]
     record.die(cause, now)
     return [Signal(record.name, signal.SIGKILL)]
 

@@ -21,7 +21,8 @@ The life of a worker, attempt by attempt; `Membership`, its place in the graph, 
     a scheduler takes over:  READY, ENDING and alive: stay;  not at work and alive: DYING;  ended: DOWN, GONE
     its host is lost:        DOWN, or GONE where it had ended; what that host still says does not count (`host_policy`)
 
-Before all were READY once the first fault ends the run. What is sent to a worker that is not wired yet is left out, as
+Before all were READY once, a worker that says why it cannot start ends the run; one that is killed meanwhile is started
+again. What is sent to a worker that is not wired yet is left out, as
 `Wire` will tell it; what is sent to one that has not found this scheduler waits until it speaks.
 """
 
@@ -51,7 +52,7 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
         case events.HostLost():
             commands = host_policy.lost(table, event.host, event.cause, now)
         case events.Received():
-            commands = _received(table, event.name, event.message, now)
+            commands = _received(table, event, now)
         case events.ProcessEvent():
             commands = _process(table, event, now)
         case events.ForkserverGone():
@@ -83,6 +84,8 @@ def _noted(table: Table, commands: list[events.Command], now: float) -> list[eve
             record.fork(now)
             if record is table.joining:
                 table.joins_until = now + table.limits.start_s
+            if not table.begun:
+                table.starts_until = now + table.limits.start_s
         elif isinstance(command, events.Send):
             record = table.workers[command.to]
             record.wired |= isinstance(command.message, messages.Wire)
@@ -97,7 +100,6 @@ def _noted(table: Table, commands: list[events.Command], now: float) -> list[eve
 
 def _launch(table: Table, now: float) -> list[events.Command]:
     """Start all, light ones first."""
-    table.starts_until = now + table.limits.start_s
     for host in table.hosts.values():
         host.heard_at = now
     records = sorted(table, key=lambda record: not table.graph.is_light(record.nodes))
@@ -115,16 +117,19 @@ def _begin(table: Table) -> list[events.Command]:
 # Messages of workers
 
 
-def _received(table: Table, name: str, message: messages.FromWorker, now: float) -> list[events.Command]:
+def _received(table: Table, event: events.Received, now: float) -> list[events.Command]:
+    name, message = event.name, event.message
     record = table.workers.get(name)
     if record is None:
         return [events.Refuse(f"'{name}', who is no worker,")]
+    if message.attempt != record.attempt or event.host != record.host:
+        return []  # another attempt is in its place, perhaps elsewhere
     commands: list[events.Command] = [events.Send(name, waited) for waited in record.deferred]
     record.is_reachable, record.deferred = True, []
-    if isinstance(message, messages.Bye) and message.crossed and message.attempt == record.attempt:
+    if isinstance(message, messages.Bye) and message.crossed:
         lifecycle.count(record, message)
-    if table.is_closing or message.attempt != record.attempt or not record.is_live:
-        return commands  # the last words of an attempt that has ended
+    if table.is_closing or not record.is_live:
+        return commands  # its last words
     if not _is_of(table, record, message):
         return [*commands, events.Refuse(f"'{name}'")]
     if record.life is not Life.DYING:
@@ -143,8 +148,10 @@ def _received(table: Table, name: str, message: messages.FromWorker, now: float)
             commands += knob_policy.tell(table, record)
             if table.begun:
                 commands += lifecycle.go_on(table, record, now)
-            elif all(each.life is Life.READY for each in table):
-                commands += _begin(table)
+            else:
+                recovery.recovered(record, now)
+                commands.append(events.FaultRecovered(name))
+                commands += _begin(table) if all(each.life is Life.READY for each in table) else []
         case messages.Confirmed():
             commands += scaling.confirmed(table, message.ticket)
         case messages.Heartbeat():
@@ -155,7 +162,7 @@ def _received(table: Table, name: str, message: messages.FromWorker, now: float)
             commands += taken_back
         case messages.Failed():
             record.die(f"failed: {message.message}", now, lasting=message.lasting)
-            if not table.begun:
+            if not table.begun and message.error != WorkerDied.__name__:
                 commands.append(events.EndRun(RunError(f"worker '{name}' {record.cause}")))
         case messages.Bye():
             record.life = Life.ENDING
@@ -174,21 +181,28 @@ def _is_of(table: Table, record: WorkerRecord, message: messages.FromWorker) -> 
 
 
 def _wire_all(table: Table) -> list[events.Command]:
-    """Tell all where to send, as soon as each has said where it receives."""
-    if any(record.life is Life.FORKED for record in table):
+    """Tell all where to send, as soon as each has said where it receives; then whoever is started again before the run
+    begins."""
+    inlets: dict[str, list[str]] = {}
+    for edge, _, consumer in table.edges:
+        inlets.setdefault(consumer, []).append(edge)
+    if any(edge not in record.addresses for record in table for edge in inlets.get(record.worker, ())):
         return []
+    unwired = [record for record in table if record.pid and not record.wired]
     found: dict[str, list[str]] = {}
     for record in table:
         for edge, address in record.addresses.items():
             found.setdefault(edge, []).append(address)
     begin = {worker: [name for name, producer, _ in table.edges if producer == worker] for worker in table.plan.workers}
     lines = {worker: addresses.read_by(table, own[0]) for worker, own in table.by_worker().items()}
-    return [
-        events.Send(record.name, messages.Wire(
-            addresses={edge: found[edge] for edge in begin[record.worker] if edge in found}, lines=lines[record.worker],
-        ))
-        for record in table
-    ]  # fmt: skip
+    commands: list[events.Command] = []
+    for record in unwired:
+        if record.attempt:
+            commands += scaling.hello(table, record)
+            continue
+        own = {edge: found[edge] for edge in begin[record.worker] if edge in found}
+        commands.append(events.Send(record.name, messages.Wire(addresses=own, lines=lines[record.worker])))
+    return commands
 
 
 def _heartbeat(table: Table, record: WorkerRecord, message: messages.Heartbeat) -> list[events.Command]:

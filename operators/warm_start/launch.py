@@ -8,6 +8,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,11 +16,13 @@ from pathlib import Path
 from dataflow.errors import GraphError, RunError
 from dataflow.model_files import PROMISED
 from dataflow.system.channel import Channel
-from dataflow.system.child import end, program
+from dataflow.system.child import describe_status, end, program
 from dataflow.system.clocks import Countdown
 from operators.warm_start.progress import CODEC, Report, shown
 from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec, recorded_fingerprint
 
+_TRIES = 3
+"""For a process that is killed."""
 _END_S = 20.0
 """For the process to end when it has closed its channel."""
 
@@ -118,6 +121,27 @@ def _write_examples(path: Path, examples: Iterable[tuple[str, str]]) -> str:
 
 
 def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) -> None:
+    """Have a process make the policy; it is started again where it is killed, as a worker is."""
+    wait = Countdown(timeout_s)
+    for left in reversed(range(_TRIES)):
+        status, last, words = _train_once(work, spec, report, wait, timeout_s)
+        if not status:
+            return
+        if status == BAD_INPUT:
+            raise GraphError(words)
+        if status > 0 or not left:
+            raise WarmStartError(
+                f"the process of a warm start failed; found exit status {status} after {last} of "
+                f"{spec.steps} steps; it said: {words or 'nothing'}"
+            )
+        print(f"the process of a warm start {describe_status(status)}; it is started again", file=sys.stderr)
+        shutil.rmtree(work / "policy", ignore_errors=True)
+
+
+def _train_once(
+    work: Path, spec: WarmStartSpec, report: Report, wait: Countdown, timeout_s: float
+) -> tuple[int, int, str]:
+    """Exit status, steps that were made, and what the process said."""
     channel, theirs = Channel.pair(CODEC)
     with contextlib.closing(channel), (work / "stderr").open("w+b") as errors:
         with theirs:
@@ -125,7 +149,7 @@ def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) ->
                 "operators.warm_start", str(work), "--parent", end=theirs, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=errors, environment={"OMP_NUM_THREADS": str(spec.threads)},
             )  # fmt: skip
-        last, wait = 0, Countdown(timeout_s)
+        last = 0
         try:
             while True:
                 if channel.readable(wait.slice_s):
@@ -142,15 +166,8 @@ def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) ->
         finally:
             process.kill()
             process.wait()
-        if status:
-            errors.seek(0)
-            said = errors.read().decode("utf-8", "replace").strip()[-2000:]
-            if status == BAD_INPUT:
-                raise GraphError(said)
-            raise WarmStartError(
-                f"the process of a warm start failed; found exit status {status} after {last} of "
-                f"{spec.steps} steps; it said: {said or 'nothing'}"
-            )
+        errors.seek(0)
+        return status, last, errors.read().decode("utf-8", "replace").strip()[-2000:]
 
 
 def _put_in_place(work: Path, target: Path, fingerprint: str) -> None:

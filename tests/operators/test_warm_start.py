@@ -1,5 +1,6 @@
 """Laws of the warm start: a real Hugging Face folder, the same for the same spec, never half-made."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -184,6 +185,35 @@ def test_a_warm_start_that_outlasts_its_limit_is_ended_with_its_process(tmp_path
 
 
 @pytest.mark.usefixtures("fresh")
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 2, 3])
+def test_a_process_that_is_killed_is_started_again_twice_and_makes_the_same_policy(
+    tmp_path, made, monkeypatch, capsys, kills
+):
+    """Killed as it starts, in its midst, and when it has told of its last step."""
+    started = []
+
+    def program(*args, **how):
+        started.append(real(*args, **how))
+        strike(0)
+        return started[-1]
+
+    def strike(step, loss=0.0):
+        if len(started) <= kills and step == (0, 2, SMALL["steps"])[len(started) - 1]:
+            started[-1].kill()
+
+    real = launch.program
+    monkeypatch.setattr(launch, "program", program)
+    monkeypatch.setattr(launch, "shown", lambda *_: contextlib.nullcontext(strike))
+    if kills == 3:
+        with pytest.raises(WarmStartError, match="exit status -9 after 4 of 4 steps"):
+            warm_start(tmp_path / "policy", examples=iter(EXAMPLES), **SMALL)
+        return
+    again = warm_start(tmp_path / "policy", examples=iter(EXAMPLES), **SMALL)
+    assert (again / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
+    assert capsys.readouterr().err.count("ended by signal 9; it is started again") == kills
+
+
 def test_the_process_ends_when_its_parent_is_gone(tmp_path):
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "operators.warm_start", str(tmp_path), "--parent", str(theirs.fileno())]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.scheduler.control_server import Client
+from dataflow.scheduler.events import Received
 from dataflow.scheduler.requests import Reply, Scale, SwapNode
 from dataflow.worker import swap_trial
 from dataflow.worker.messages import TO_WORKER, FromWorker, Heard, ToWorker
@@ -19,7 +20,6 @@ from .laws import Broken
 from .network import SCHEDULER, Machines
 from .process import Crash, Process
 
-Message = tuple[str, FromWorker]
 _SOMEBODY, _SWAPPER = Client(b"somebody"), Client(b"swapper")
 _LOOK_S = 0.1
 """Between two looks whether the ledger's service is there again."""
@@ -90,7 +90,7 @@ class SimulatedControlServer:
         self.handed, self.alone_s = handed, alone_s
         self.ahead: Callable[[], None] = lambda: None
         self._room, self._keeps = room, keeps
-        self._received: deque[Message] = deque()
+        self._received: deque[Received] = deque()
         self._requested: deque[tuple[Client, Scale | SwapNode]] = deque()
         self._events: deque[Event] = deque()
         self._outgoing: deque[Callable[[], None]] = deque()
@@ -106,13 +106,13 @@ class SimulatedControlServer:
 
     def hear(self, name: str, message: FromWorker) -> None:
         """A process that is no worker says something."""
-        self._received.append((name, message))
+        self._received.append(Received(name, message))
 
     def note(self, event: Event) -> None:
         """The forkserver tells something of such a one."""
         self._events.append(event)
 
-    def wait(self, wait_s: float) -> tuple[list[Message], list[tuple[Client, Scale | SwapNode]], list[Event]]:
+    def wait(self, wait_s: float) -> tuple[list[Received], list[tuple[Client, Scale | SwapNode]], list[Event]]:
         """What is sent, and what the forkserver tells; the world goes on meanwhile."""
         if self._outgoing and self._keeps:
             self._room.point()
@@ -130,18 +130,18 @@ class SimulatedControlServer:
             queue.clear()
         return received, requested, events
 
-    def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Message]:
+    def drain(self, wait_s: float, pause_s: float = 0.1) -> Iterator[Received]:
         """What is sent soon."""
         messages, requests, events = self.wait(pause_s)
         self._requested.extend(requests)
         self._events.extend(events)
         yield from messages
 
-    def send(self, to: str, message: ToWorker) -> None:
-        """Send a message to a worker."""
+    def send(self, to: str, message: ToWorker, host: str) -> None:
+        """Send a message to a worker on a host."""
         if isinstance(message, Heard):
             return
-        packed, host = TO_WORKER.encode(message), self._room.host_of(to)
+        packed = TO_WORKER.encode(message)
 
         def send() -> None:
             sent = TO_WORKER.decode(packed)

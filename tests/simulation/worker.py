@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataflow.runtime import Context
+from dataflow.scheduler.events import Received
 from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.messages import (
     TO_SCHEDULER,
@@ -262,7 +263,7 @@ class SimulatedWorker:
 
     def send(self, message: FromWorker) -> None:
         """Send a message to the scheduler."""
-        self.out.send((self.name, TO_SCHEDULER.decode(TO_SCHEDULER.encode(message))))
+        self.out.send(Received(self.name, TO_SCHEDULER.decode(TO_SCHEDULER.encode(message)), self.process.host))
 
     def _heartbeat(self, attempt: int) -> None:
         if self.process.alive and self.process.attempt == attempt:

@@ -162,15 +162,15 @@ class World:
             Blackouts(clock, random, self._everybody, self._go_dark, self.say, over_s=2.0)
         if shape.hosts:
             self._host_trouble = HostTrouble(
-                clock, random, lambda: self.network, lambda: self._agents if self.begun else None,
+                clock, random, lambda: self.network, lambda: self._agents,
                 self._everybody, self.say, over_s=self._over_s,
             )  # fmt: skip
         if shape.succeeds:
             self._deaths = SchedulerDeaths(clock, random, lambda: self.chair, self.say, over_s=self._over_s)
 
     def _victims(self) -> list[Process]:
-        """Who may die alone: nobody before all are ready."""
-        return [worker.process for worker in self.workers.values()] if self.begun else []
+        """Who may die alone."""
+        return [worker.process for worker in self.workers.values()]
 
     def _everybody(self) -> list[Process]:
         return [self.chair, *(worker.process for worker in self.workers.values())]
@@ -227,6 +227,8 @@ class World:
 
     def _serves(self, scheduler: Scheduler, left: Mapping[str, Any]) -> bool:
         """What a scheduler does, to the end of the run; False: it died before that. left: by the one before it."""
+        if not left and self.random.random() < 0.5:
+            self.nemesis.strike_soon(0.2, self._victims)
         try:
             scheduler.start()
             self._law_of_adoption(scheduler, left)

@@ -20,7 +20,7 @@ from dataflow.planning.plan import plan
 from dataflow.scheduler import control
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.control_server import Client
-from dataflow.scheduler.events import RunBegins
+from dataflow.scheduler.events import Received, RunBegins
 from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.requests import TellFacts
 from dataflow.scheduler.table import Life
@@ -56,7 +56,7 @@ class PlayedServer:
     def __init__(self, *args: Any) -> None:
         self.folder, self.address, self.requests = self.FOLDER, "ipc:///sockets/control", ""
         self.left, self.keys = self.folder, None
-        self.received: list[tuple[str, FromWorker]] = []
+        self.received: list[Received] = []
         self.requested: list[tuple[Client, Any]] = []
         self.handed: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ class PlayedServer:
     def reply(self, to: Client, reply: Any) -> None:
         """Nobody reads it."""
 
-    def send(self, name: str, message: Any) -> None:
+    def send(self, name: str, message: Any, host: str = "") -> None:
         self.sent.append((name, message))
 
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
@@ -157,7 +157,7 @@ class Play:
     def say(self, name: str, kind: Callable[..., FromWorker], attempt: int | None = None, **more: Any) -> None:
         record = self.run.table.workers.get(name)
         made = attempt if attempt is not None else record.attempt if record else 0
-        self.server.received.append((name, kind(attempt=made, **more)))
+        self.server.received.append(Received(name, kind(attempt=made, **more)))
 
     def heartbeat(self, name: str, rows: int = 0, attempt: int | None = None, status: Any = None, **more: Any) -> None:
         report = NodeReport(
@@ -419,13 +419,44 @@ def test_light_workers_are_asked_for_before_those_that_wait_for_torch(play: Any)
     assert play().begin().server.heavy == [False] * 3 + [True] * 2
 
 
-def test_a_worker_that_dies_before_all_were_ready_once_ends_the_run(play: Any) -> None:
+def test_a_worker_that_dies_again_and_again_before_all_were_ready_once_ends_the_run(play: Any) -> None:
     run = play()
     run.run._apply(RunBegins())
+    with pytest.raises(WorkerDied, match=r"'generator-0' failed 5 times .*died \(SIGKILL\) \(5 times\)"):
+        for _ in range(100):
+            run.exits("generator-0")
+            run.turn()
+            run.pass_time(1.0)
+    assert [attempt for name, attempt in run.server.spawned if name == "generator-0"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("error", ["WorkerDied", "ValueError"])
+def test_of_what_fails_before_all_were_ready_once_only_a_process_that_died_is_tried_again(
+    play: Any, error: str
+) -> None:
+    run = play()
+    run.run._apply(RunBegins())
+    run.say("generator-0", Failed, message="rank 1 died (SIGKILL)", error=error)
+    if error == "ValueError":
+        with pytest.raises(RunError, match="rank 1 died"):
+            run.turn()
+        return
+    run.turn()
+    run.exits("generator-0", 1)
+    run.turn()
+    run.pass_time(1.0)
+    run.turn()
+    assert run.server.spawned[-1] == ("generator-0", 1)
+
+
+def test_a_worker_that_dies_as_the_run_is_to_end_before_it_began_ends_it(play: Any) -> None:
+    run = play()
+    run.run._apply(RunBegins())
+    run.run.wish_drain()
     run.exits("generator-0")
     with pytest.raises(WorkerDied, match=r"'generator-0' \(generator\) died \(SIGKILL\) .*logs/generator-0\.log"):
         run.turn()
-    assert [attempt for _, attempt in run.server.spawned] == [0] * 5
+        run.turn()
 
 
 def test_a_worker_that_fails_before_all_were_ready_once_ends_the_run_with_its_reason(play: Any) -> None:
@@ -562,7 +593,7 @@ def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:
         except MessageError:
             continue
         heard += 1
-        run.server.received.append((f"{node}-0" if rng.random() < 0.9 else "?zz", found))
+        run.server.received.append(Received(f"{node}-0" if rng.random() < 0.9 else "?zz", found))
         if rng.random() < 0.1:
             run.server.requested.append((Client(b"?zz"), TellFacts()))
         run.turn()

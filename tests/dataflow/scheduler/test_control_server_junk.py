@@ -107,7 +107,7 @@ def heard(server: ControlServer, count: int) -> list[tuple[str | Client, Any]]:
     while len(found) < count:
         assert time.monotonic() < deadline, found
         messages, requests, _ = server.wait(0.05)
-        found += [*messages, *requests]
+        found += [*((each.name, each.message) for each in messages), *requests]
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from test_scaling import addresses, planned
 
-from dataflow.errors import DataflowError, DeadlineError, RunError, WorkerDied
+from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices, Host
 from dataflow.scheduler import events, seating
@@ -52,7 +52,7 @@ class Run:
         return reduce(self.table, event, self.now)
 
     def says(self, name: str, message: messages.FromWorker) -> list[Command]:
-        return self.take(events.Received(name, message))
+        return self.take(events.Received(name, message, self.table.workers[name].host))
 
     def tick(self, seconds: float = 0.0, *heard: str) -> list[Command]:
         """Time passes second by second, in which these hosts are heard."""
@@ -159,11 +159,16 @@ def test_without_room_the_run_says_what_it_waits_for_goes_on_with_a_host_that_jo
     assert isinstance(found, DeadlineError) and f"waited 60 s for a host that joins, as {wanted}" in str(found)
 
 
-def test_a_host_that_is_lost_before_all_were_ready_ends_the_run() -> None:
-    run = Run()
-    run.table.begun = False
-    found = error(run.take(HostLost("b", "has ended its agent")))
-    assert isinstance(found, WorkerDied) and "host 'b' has ended its agent before all workers were ready" in str(found)
+def test_the_workers_of_a_host_that_is_lost_before_all_were_ready_start_elsewhere_too() -> None:
+    run = Run((A, B, C))
+    run.table.begun, run.table.starts_until = False, run.now + 300.0
+    run.take(HostLost("b", "has ended its agent"))
+    assert spawned(run.tick(1.0, "a", "c")) == ["generator-1", "stage-0"]
+    run.back("generator-1")
+    assert not run.table.begun
+    found = run.back("stage-0")
+    started = {each.to for each in found if isinstance(each, Send) and each.message == Start()}
+    assert run.table.begun and started == set(run.table.workers)
 
 
 def test_a_host_that_is_lost_again_and_again_without_progress_ends_the_run() -> None:

@@ -127,7 +127,8 @@ class Played:
         return scaling.replicas(self.table, node)
 
     def _said(self, name: str, message: Callable[[int], FromWorker]) -> list[Command]:
-        return reduce(self.table, Received(name, message(self.table.workers[name].attempt)), 0.0)
+        record = self.table.workers[name]
+        return reduce(self.table, Received(name, message(record.attempt), record.host), 0.0)
 
 
 @scorer

@@ -58,7 +58,7 @@ def test_the_processes_of_its_ranks_start_when_it_says_where_it_waits_for_them()
     run = Run()
     run.trainer.life = Life.FORKED
     hello = messages.Hello(attempt=0, pid=5, addresses=run.own["trainer-0"], ranks_at="tcp://10.0.0.1:5000")
-    said = run.take(events.Received("trainer-0", hello))
+    said = run.take(events.Received("trainer-0", hello, "a"))
     assert StartRanks("trainer-0", "tcp://10.0.0.1:5000") in said
     assert seating.rank_devices(run.table, run.trainer) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
 

@@ -18,7 +18,7 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.control_server import Client
-from dataflow.scheduler.events import Drain
+from dataflow.scheduler.events import Drain, Received
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
 from dataflow.scheduler.swaps import policy
 from dataflow.scheduler.swaps.swap_requests import LAST_WORD_S, READY_S
@@ -94,7 +94,7 @@ class Swapping(Play):
         found = None if error else dataclasses.replace(
             wanted, file="rewards.py", source="text", digest="0123456789abcdef", knobs=KNOBS
         )  # fmt: skip
-        self.server.received.append((self.trial, Tried(attempt=0, swap=found, error=error)))
+        self.server.received.append(Received(self.trial, Tried(attempt=0, swap=found, error=error)))
         self.turn()
 
     def told(self, name: str) -> list[str]:
@@ -151,9 +151,8 @@ def test_a_module_that_is_not_imported_in_time_is_refused_and_its_process_ended(
     (reply,) = live.replies
     assert isinstance(reply, Refused) and "was not imported and checked within 15 s" in reply.error
     assert live.played.dismissed == [live.trial] and live.server.killed == []
-    live.server.received.append(
-        (live.trial, Tried(attempt=0, swap=Swap(number=1, node="reward", reference=STRICT), error=""))
-    )
+    late = Tried(attempt=0, swap=Swap(number=1, node="reward", reference=STRICT), error="")
+    live.server.received.append(Received(live.trial, late))
     live.turn()
     assert live.server.killed == [] and live.server.refused == [], "it comes too late"
 
@@ -177,7 +176,7 @@ def test_the_last_word_of_a_trial_counts_though_its_end_was_heard_before(live: S
 
 def test_a_trials_heartbeats_are_no_workers(live: Swapping) -> None:
     live.ask()
-    live.server.received.append((live.trial, Heartbeat(attempt=0, nodes={})))
+    live.server.received.append(Received(live.trial, Heartbeat(attempt=0, nodes={})))
     live.turn()
     assert live.server.refused == []
 

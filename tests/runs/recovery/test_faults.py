@@ -9,7 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow.compute as pc
@@ -19,6 +21,7 @@ from rigs.machine import alive, wait_until
 from rigs.operators import Around, Keep, built_by, signalled, slow, struck
 from rigs.policy import CONTEXT_TOKENS
 from rigs.programs import Program, program, under_way
+from rigs.ranks import processes_of
 from rigs.sent import agree
 
 from dataflow import DataflowError, Graph, GraphError, Model, RunError, collect, inline, run, scorer, verify
@@ -115,6 +118,36 @@ def test_a_killed_worker_is_started_again_and_every_group_is_trained_once(
 ) -> None:
     graph = victim(name, signal.SIGKILL, Once(tmp_path / "struck"))
     goes_on_to_its_end(graph, worker, "died (SIGKILL)", tmp_path / "runs", QUICK)
+
+
+def killed_as_it_starts(runs: Path, chance: Random, within_s: float) -> tuple[str, float]:
+    """Kill a worker so long after the first one was forked; which, and when."""
+    logs = runs / "latest" / "logs"
+    wait_until(lambda: any(processes_of(log.stem.rpartition("-")[0]) for log in logs.glob("*-0.log")), 60.0)
+    at_s = chance.random() * within_s
+    time.sleep(at_s)
+    names = [log.stem.rpartition("-")[0] for log in logs.glob("*-0.log")]
+    there = {name: found[0] for name in sorted(names) if (found := processes_of(name))}
+    name = chance.choice(list(there))
+    os.kill(there[name], signal.SIGKILL)
+    return f"{name}-0", at_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_a_worker_that_is_killed_at_any_moment_of_the_start_is_started_again(
+    seed: int, policy: Path, machine: None, tmp_path: Path
+) -> None:
+    """From the first fork on: a graph of two replicas with an evaluation, of which one process is struck."""
+    graph = tiny_graph(policy, eval_every=3)
+    with ThreadPoolExecutor() as pool:
+        striking = pool.submit(killed_as_it_starts, tmp_path, Random(seed), 3.0 if seed % 2 else 0.5)
+        result = run(graph, steps=40, replicas={"generator": 2}, runs=tmp_path, quiet=True)
+        worker, at_s = striking.result()
+    assert result.verdict.clean and result.steps == 40, result.verdict.line
+    (fault,) = faults(result.folder)
+    assert (fault["worker"], fault["cause"]) == (worker, "died (SIGKILL)")
+    print(f"seed {seed}: {worker} killed {at_s:.2f} s after the first fork, back after {fault['recovered_s']} s")
 
 
 @pytest.mark.slow
