@@ -42,15 +42,16 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         head.append((f"  {count(summary.steps)} steps in {duration(summary.wall_s, glyphs.dash)}", ""))
     rows: list[tuple[str, str, str]] = []
 
-    def change(name: str, before: float | None, after: float | None) -> None:
+    def change(name: str, before: float | None, after: float | None, over: str = "") -> None:
         start, end = known(before), known(after)
         if start is not None and end is not None:
-            rows.append((name, f"{score(start)} {glyphs.arrow} {score(end)}", f"{end - start:+.2f}"))
+            rows.append((name, f"{score(start)} {glyphs.arrow} {score(end)}", f"{end - start:+.2f}{over}"))
         elif start is not None or end is not None:
             rows.append((name, score(end if end is not None else start), ""))
 
     change("accuracy", summary.accuracy_before, summary.accuracy_after)
-    change("reward", summary.reward_before, summary.reward_after)
+    window = f", means of {count(summary.reward_steps)} steps" if (known(summary.reward_steps) or 0) > 1 else ""
+    change("reward", summary.reward_before, summary.reward_after, window)
     if known(summary.rollouts) is not None:
         wall = known(summary.wall_s)
         per_s = f"{rate((known(summary.rollouts) or 0) / wall)} per second" if wall else ""
@@ -91,6 +92,9 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
     if summary.verdict:
         verdict = "" if summary.is_clean is None else "good" if summary.is_clean else "bad"
         found.append([(f"  {'ledger':<12}", "dim"), (clean(summary.verdict), verdict)])
+    for number, model in enumerate(summary.models):
+        found.append([(f"  {'' if number else 'model':<12}", "dim"), (clean(model), "strong"),
+                      ("  trained, as Hugging Face has them", "dim")])  # fmt: skip
     if summary.folder:
         size = f"  {size_of(summary.folder_bytes)}" if known(summary.folder_bytes) is not None else ""
         kept = f", {clean(summary.not_kept)}" if summary.not_kept else ""

@@ -59,6 +59,9 @@ def lines(snapshot: Snapshot, rewards: Sequence[float], screen: Screen) -> list[
     if edges and left >= 3:
         shown = edges if len(edges) < left else [*edges[: left - 2], [(f"  {screen.glyphs.more}", "dim")]]
         found += [[], *shown]
+        left -= len(shown) + 1
+    if snapshot.look and left >= 2:
+        found += [[], [(clean(snapshot.look), "accent"), ("  shows it in a browser", "dim")]]
     if warnings:
         found += [[], *([("! ", "warning"), (text, "warning")] for text in warnings)]
     return [_cut(line, screen) for line in found[: screen.height]]

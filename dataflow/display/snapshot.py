@@ -82,6 +82,8 @@ class Snapshot:
     """Prompt groups by ledger state."""
     warnings: tuple[str, ...] = ()
     """The last warnings, newest last."""
+    look: str = ""
+    """The command that shows more of it."""
     nodes: tuple[NodeSnapshot, ...] = ()
     edges: tuple[EdgeSnapshot, ...] = ()
 
@@ -109,9 +111,10 @@ class Summary:
     does_not_apply: str = ""
     """Rollouts that a scorer does not apply to, by scorer."""
     reward_before: float | None = None
-    """Mean over the first steps."""
+    """Mean over the first `reward_steps`."""
     reward_after: float | None = None
-    """Mean over the last steps."""
+    """Mean over the last ones."""
+    reward_steps: int = 0
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     efficiency: float | None = None
@@ -136,6 +139,8 @@ class Summary:
     """The ledger's verdict, one line."""
     is_clean: bool | None = None
     """Whether the verdict is good."""
+    models: tuple[str, ...] = ()
+    """Paths of the models that were trained, as they are now."""
     folder: str = ""
     """Path of the run folder."""
     folder_bytes: int | None = None

@@ -22,8 +22,18 @@ from dataflow.history.resume import TIMES
 from dataflow.planning.hosts import named
 from dataflow.structure import lines_of
 
+_WINDOW = 20
 _CAUSES = 4
 """That the summary names."""
+
+
+def window_of(steps: int) -> int:
+    """Steps at a run's begin, and at its end, whose means are told: as many of a long run as of a longer one.
+
+    >>> [window_of(steps) for steps in (1, 30, 300, 3000)]
+    [1, 10, 20, 20]
+    """
+    return max(1, min(_WINDOW, steps // 3))
 
 
 def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
@@ -35,7 +45,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     steps = [line for line in lines if "loss" in line]
     scores = [line["eval_accuracy"] for line in lines if line.get("eval_accuracy") is not None]
     rewards = [line["reward_mean"] for line in steps if line.get("reward_mean") is not None]
-    tenth = max(1, len(rewards) // 10)
+    window = window_of(len(rewards))
     seconds = times.get("seconds")
     bound = bounded(seconds, times.get("busy_seconds", {}), times.get("beside_seconds", {}), config)
     efficiency = bound.share if bound else None
@@ -45,7 +55,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         steps=len(steps), wall_s=seconds, rollouts=sum(line.get("rollouts", 0) for line in steps),
         dropped=sum(sum((line.get("dropped") or {}).values()) for line in steps),
         failed=_added(steps, "failed"), does_not_apply=_added(steps, "does_not_apply"),
-        reward_before=_mean(rewards[:tenth]), reward_after=_mean(rewards[-tenth:]),
+        reward_before=_mean(rewards[:window]), reward_after=_mean(rewards[-window:]), reward_steps=window,
         accuracy_before=scores[0] if scores else None, accuracy_after=scores[-1] if len(scores) > 1 else None,
         efficiency=efficiency, bounded_by=bound.node if bound else "",
         staleness_mean=_mean([line["staleness_mean"] for line in steps if "staleness_mean" in line]),
@@ -54,11 +64,12 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         restarts=restarts(folder.path), faults=tuple(describe_faults(read_faults(folder.path))),
         changes=tuple((change.verb, str(change)) for change in read_live_changes(folder)),
         hosts=_hosts(config.get("hosts", {})), signal=silence(steps),
-        verdict=verdict, is_clean=is_clean, folder=str(path),
+        verdict=verdict, is_clean=is_clean, folder=str(path), models=_models(folder, graph),
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
         commands=(
             *(() if times.get("outcome") == "finished" else ((f"{program} resume {path}", "go on from here"),)),
             *_from_copies(program, config, times),
+            (live_command(folder), "the run in a browser: graph, curves, rollouts, faults"),
             (f"{program} verify {path}", "the ledger, recomputed from the folder"),
             (f"{program} show {path}", "this summary again"),
             (str(path / "curve.svg"), "reward and accuracy by step"),
@@ -115,6 +126,18 @@ def _not_kept(folder: RunFolder) -> str:
             f"rollouts of {node} up to step {step} not kept" for node, step in not_kept(ledger.facts()).items()
         )
     return ""
+
+
+def live_command(folder: RunFolder) -> str:
+    """How the page of a run is opened from here."""
+    return f"{_program()} live {_from_here(folder.path)}"
+
+
+def _models(folder: RunFolder, graph: Mapping[str, Any]) -> tuple[str, ...]:
+    """The newest checkpoint of each trainer."""
+    names = [None, *(str(node.get("name")) for node in graph.get("nodes", ()))]
+    stores = [folder.checkpoints_of(name) for name in names]
+    return tuple(str(_from_here(each.folder(max(each.steps())))) for each in stores if each.steps())
 
 
 def _from_here(path: Path) -> Path:

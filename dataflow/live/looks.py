@@ -111,7 +111,7 @@ class Looks:
         return {
             "state": outcome, "bottleneck": bound, "phase": "",
             "draining": False, "step": None, "steps": None, "still_s": None,
-            "sentence": told_of_the_end(outcome, passed, nodes, bound),
+            "sentence": told_of_the_end(outcome, float(seconds or passed), nodes, bound),
             "over_s": passed, "seconds": seconds if isinstance(seconds, int | float) else None,
             "nodes": nodes, "weights": [_versions(*ends, versions) for ends in kept],
             "edges": data_edges(data_edges_of(graph), crossed, {}, float(seconds or 0.0)),
@@ -126,23 +126,37 @@ def _bounded(nodes: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> s
 
 
 def whole(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], float]:
-    """Of lines of activity.jsonl: by node what it did in the last part of a run, and in how many seconds.
+    """Of lines of activity.jsonl: by node what it did in all parts of a run, and in how many seconds.
 
-    A node's seconds count from its start, those of the run from its first step."""
-    first: dict[str, dict[str, Any]] = {}
-    last: dict[str, dict[str, Any]] = {}
+    A node's seconds count from its start in that part, those of the run from the first step of that part."""
+    found: dict[str, dict[str, Any]] = {}
     passed = 0.0
+    for part in _parts(lines):
+        first: dict[str, dict[str, Any]] = {}
+        for _, told in part:
+            first = {**told, **first}
+        seconds, last = part[-1]
+        passed += seconds
+        for name, said in last.items():
+            grown, before = _grown(said, first[name]), found.get(name, {})
+            found[name] = {**said, **{key: value + before.get(key, 0.0) for key, value in grown.items()}}
+    return found, passed
+
+
+def _parts(lines: Iterable[Mapping[str, Any]]) -> list[list[tuple[float, dict[str, dict[str, Any]]]]]:
+    """Its lines by the part of the run that wrote them, from before its first step on: seconds, and what nodes say."""
+    parts: list[list[tuple[float, dict[str, dict[str, Any]]]]] = []
     for line in lines:
         seconds, nodes = line.get("seconds"), line.get("nodes")
         if not isinstance(seconds, int | float) or not isinstance(nodes, dict):
             continue
         told = {name: said for name, said in nodes.items() if isinstance(said, dict)}
-        if seconds < passed or not seconds:  # another part of the run, or none of its steps yet
-            first = dict(told)
-        passed, last = float(seconds), told
-        for name, said in told.items():
-            first.setdefault(name, said)
-    return {name: {**said, **_grown(said, first[name])} for name, said in last.items() if name in first}, passed
+        if not parts or seconds < parts[-1][-1][0]:
+            parts.append([])
+        if not seconds:
+            parts[-1].clear()
+        parts[-1].append((float(seconds), told))
+    return parts
 
 
 def _grown(said: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:

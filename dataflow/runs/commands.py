@@ -12,7 +12,7 @@ from dataflow.errors import GraphError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.columns import in_columns
 from dataflow.runs.compare import draw as draw_curves
-from dataflow.runs.compare import names_of, plain, side_of, told
+from dataflow.runs.compare import plain, sides_of, told
 from dataflow.runs.export import export
 from dataflow.runs.listing import ListedRun, ago, runs_in
 from dataflow.runs.pairs import REWARD
@@ -111,8 +111,7 @@ def compare_runs(first: Folder, second: Folder, *, draw: Path | None = None, jso
         json: print JSON.
     """
     folders = RunFolder.open(first), RunFolder.open(second)
-    names = names_of(*folders)
-    sides = side_of(folders[0], names[0]), side_of(folders[1], names[1])
+    sides = sides_of(*folders)
     if draw is not None:
         if draw.suffix.lower() != ".svg":
             raise GraphError(f"the picture of two runs is an .svg, but got '{draw.name}'; name it {draw.stem}.svg")

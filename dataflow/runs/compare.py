@@ -13,11 +13,12 @@ from dataflow.history.describe import described
 from dataflow.history.environment import KEY as ENVIRONMENT
 from dataflow.history.launch import KEY as LAUNCH
 from dataflow.history.resume import differences
+from dataflow.history.summary import window_of
 from dataflow.runs.columns import in_columns
 from dataflow.runs.figures import Course, Figures, figures_of
 from dataflow.runs.pictures import FIGURES, charts_of
 from dataflow.runs.report import command_of
-from dataflow.runs.tables import read_lines, series
+from dataflow.runs.tables import Lines, read_lines, series
 from dataflow.system.files import write_atomically
 
 SHORT, LONGEST = 44, 600
@@ -48,13 +49,20 @@ class Differs:
     second: str | None
 
 
-def side_of(folder: RunFolder, name: str) -> Side:
-    """What is compared of a run. name: what it is called here."""
-    (graph, config), lines = described(folder), read_lines(folder)
+def sides_of(first: RunFolder, second: RunFolder) -> tuple[Side, Side]:
+    """What is compared of two runs; means are over as many steps of the one as of the other."""
+    lines = read_lines(first), read_lines(second)
+    window = window_of(min(len(each.steps) for each in lines))
+    a, b = names_of(first, second)
+    return _side(first, a, lines[0], window), _side(second, b, lines[1], window)
+
+
+def _side(folder: RunFolder, name: str, lines: Lines, window: int) -> Side:
+    graph, config = described(folder)
     changes = [f"{change.verb} {change}" for change in read_live_changes(folder)]
     return Side(
         name=name, graph=graph, config=config, changes=changes,
-        figures=figures_of(folder, lines), lines=[*lines.steps, *lines.evaluations],
+        figures=figures_of(folder, lines, window), lines=[*lines.steps, *lines.evaluations],
     )  # fmt: skip
 
 
@@ -120,8 +128,10 @@ def figure_rows(first: Figures, second: Figures) -> list[tuple[str, str, str, st
     for name, of in _ROWS:
         a, b = of(first), of(second)
         if isinstance(a, Course) or isinstance(b, Course):
+            steps = max(each.steps for each in (a, b) if isinstance(each, Course))
+            over = f" {steps} steps" if steps > 1 else ""
             for part in ("first", "last", "best"):
-                rows.append(_row(f"{name}, {part}", getattr(a, part, None), getattr(b, part, None)))
+                rows.append(_row(f"{name}, {part}{over}", getattr(a, part, None), getattr(b, part, None)))
         else:
             rows.append(_row(name, a, b))
     return [row for row in rows if row[1:3] != ("-", "-")]

@@ -11,6 +11,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
+from dataflow.history.summary import window_of
 from dataflow.runs.tables import Lines, fault_lines, series
 
 
@@ -21,6 +22,8 @@ class Course:
     first: float
     last: float
     best: float
+    steps: int = 1
+    """That each of them is the mean of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class Figures:
     """Trained, the median of the steps without the first tenth."""
     accuracy: Course | None
     reward: Course | None
-    """Means over the first and the last tenth of the steps; the best running one."""
+    """Means over the first and the last steps, as many as `window_of` says; the best running one."""
     loss: Course | None
     """The same; the best is the least."""
     staleness_mean: float | None
@@ -53,12 +56,12 @@ class Figures:
     restarts: int
 
 
-def figures_of(folder: RunFolder, lines: Lines) -> Figures:
-    """Those of the run in a folder. lines: as `read_lines` has them."""
+def figures_of(folder: RunFolder, lines: Lines, window: int | None = None) -> Figures:
+    """Those of the run in a folder. lines: as `read_lines` has them. window: as for `figures`."""
     times = folder.read_json("times.json", TIMES)
     return figures(
         lines.steps, lines.evaluations, times, described(folder)[1], faults=len(fault_lines(folder)),
-        restarts=restarts(folder.path),
+        restarts=restarts(folder.path), window=window,
     )  # fmt: skip
 
 
@@ -70,8 +73,12 @@ def figures(
     *,
     faults: int = 0,
     restarts: int = 0,
+    window: int | None = None,
 ) -> Figures:
-    """From lines of metrics.jsonl, times.json and config.json."""
+    """From lines of metrics.jsonl, times.json and config.json.
+
+    window: steps of a mean at begin and end, the same for runs that are compared; None: `window_of` these steps."""
+    window = window_of(len(steps)) if window is None else window
     full = steps[len(steps) // 10 :]
     # From one step to the next: a run that was resumed, or made steps again, has gaps.
     ends = [value for _, value in series(full, "seconds")]
@@ -86,8 +93,8 @@ def figures(
         rollouts_per_s=rollouts / seconds if seconds and rollouts else None,
         tokens_per_s=_median([value for _, value in series(full, "trained_tokens_per_s")]),
         accuracy=Course(accuracy[0], accuracy[-1], max(accuracy)) if accuracy else None,
-        reward=_course([value for _, value in series(steps, "reward_mean")], max),
-        loss=_course([value for _, value in series(steps, "loss")], min),
+        reward=_course([value for _, value in series(steps, "reward_mean")], max, window),
+        loss=_course([value for _, value in series(steps, "loss")], min, window),
         staleness_mean=statistics.fmean(stale) if stale else None,
         staleness_max=max((value for _, value in series(steps, "staleness_max")), default=None),
         efficiency=bound.share if bound else None, bounded_by=bound.node if bound else "",
@@ -95,12 +102,13 @@ def figures(
     )  # fmt: skip
 
 
-def _course(values: Sequence[float], best: Any) -> Course | None:
+def _course(values: Sequence[float], best: Any, window: int) -> Course | None:
     if not values:
         return None
-    tenth = max(1, len(values) // 10)
-    means = [statistics.fmean(values[at : at + tenth]) for at in range(0, len(values) - tenth + 1, tenth)]
-    return Course(statistics.fmean(values[:tenth]), statistics.fmean(values[-tenth:]), best(means))
+    window = min(window, len(values))
+    means = [statistics.fmean(values[at : at + window]) for at in range(0, len(values) - window + 1, window)]
+    last = statistics.fmean(values[-window:])
+    return Course(statistics.fmean(values[:window]), last, best([*means, last]), window)
 
 
 def _median(values: Sequence[float]) -> float | None:

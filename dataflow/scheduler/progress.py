@@ -10,6 +10,7 @@ from dataflow.display.silence import Silence
 from dataflow.draw.curve import CURVE_NAMES
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
+from dataflow.history.summary import live_command
 from dataflow.node import Generate
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
@@ -53,7 +54,7 @@ class ProgressWatch:
     ) -> None:
         """begun: by trainer, steps that parts of the run before this one have made."""
         self._graph, self._plan, self._folder, self._steps, self._clock = graph, plan, folder, steps, clock
-        self._began = clock()
+        self._began, self._look = clock(), live_command(folder)
         self._training: tuple[float, _Spent] | None = None
         self._trained: tuple[float, _Spent] | None = None
         self._nodes: dict[str, dict[str, Any]] = {}
@@ -173,6 +174,7 @@ class ProgressWatch:
             tokens_per_s=self._rate(lambda nodes: sum(n["status"].get("tokens", 0) for n in nodes.values())),
             rollouts_per_s=self._rate(lambda nodes: sum(nodes[n]["rows_in"] for n in self._leading if n in nodes)),
             rollouts_active=self._active(), elapsed_s=elapsed, left_s=left, groups=self._groups(),
+            look=self._look,
             nodes=tuple(self._node(name) for name in self._graph.operators), edges=self._edges(),
         )  # fmt: skip
 

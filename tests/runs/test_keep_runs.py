@@ -75,7 +75,7 @@ def test_a_source_that_ends_is_used_up_whatever_is_dropped(policy: Path, runs: C
     graph = tiny_graph(policy, scorers=(reward, two_of_three), prompts=words(20), epochs=1)
     result = runs(graph)
     assert trained(result) == [group for group in range(20) if group % 3][:12]
-    assert "20 issued = 12 trained + 8 dropped" in result.verdict.line
+    assert "20 groups issued = 12 trained + 8 dropped" in result.verdict.line
     assert "7 two_of_three" in result.verdict.line and "1 too few for a step" in result.verdict.line
 
 

@@ -73,7 +73,7 @@ def graph_with(blow: Callable[[], None] = lambda: None, at: str = "") -> Graph:
 def check_whole(result: Result) -> None:
     """Every group is trained once, and its rows are those that the generator made."""
     assert result.verdict.clean, result.verdict.line
-    assert f"{PROMPTS} issued = {PROMPTS} trained" in result.verdict.line
+    assert f"{PROMPTS} groups issued = {PROMPTS} trained" in result.verdict.line
     files = sorted((result.folder / "rollouts").glob("*.arrow"))
     seen: list[int] = []
     for file in files:

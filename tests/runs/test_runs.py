@@ -195,7 +195,7 @@ def test_evaluation_comes_before_the_first_step_every_so_often_and_after_the_las
     first_step = next(at for at, line in enumerate(result.metrics) if "loss" in line)
     assert result.metrics.index(rounds[0]) < first_step
     assert result.verdict.clean, result.verdict.line
-    assert "eval: 30 issued = 30 evaluated" in result.verdict.summary
+    assert "eval: 30 groups issued = 30 evaluated" in result.verdict.summary
 
 
 def test_an_asynchronous_run_of_the_real_operators_in_processes_keeps_every_law(
@@ -248,7 +248,7 @@ def test_groups_too_few_for_a_step_are_dropped_with_that_reason_at_the_end_of_th
     graph = tiny_graph(policy, prompts=words(10), epochs=1, prompts_per_step=4)
     result = run(graph, steps=9, on=inline(), runs=tmp_path, quiet=True)
     assert (result.steps, outcome(result)) == (2, "finished")
-    assert "10 issued = 8 trained + 2 dropped (2 too few for a step)" in result.verdict.line
+    assert "10 groups issued = 8 trained + 2 dropped (2 too few for a step)" in result.verdict.line
 
 
 def test_a_program_that_reads_the_ledger_for_ever_holds_no_checkpoint_and_no_end_up(

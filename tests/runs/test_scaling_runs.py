@@ -394,7 +394,7 @@ def test_a_replica_that_joins_during_an_evaluation_takes_part_in_it(runs: Runs, 
         assert min(first for first, _, _ in noted.of("took", rank, "held_out")) < 1_500
     assert [step for step, _ in result.evaluations] == [0, 10]
     assert trained(result) == each_once(40)
-    assert "eval: 3000 issued = 3000 evaluated" in result.verdict.summary
+    assert "eval: 3,000 groups issued = 3,000 evaluated" in result.verdict.summary
 
 
 # What goes wrong

@@ -122,8 +122,8 @@ def test_two_trainers_of_one_stream_train_each_group_once_each_and_keep_their_ow
     result = run(actor_and_critic(policy), steps=STEPS, on=where, runs=tmp_path, quiet=True)
     folder = RunFolder.open(result.folder)
     assert (result.steps, result.verdict.clean) == (STEPS, True), result.verdict
-    assert "train_actor: 16 issued = 16 trained" in result.verdict.summary
-    assert "train_critic: 16 issued = 16 trained" in result.verdict.summary
+    assert "train_actor: 16 groups issued = 16 trained" in result.verdict.summary
+    assert "train_critic: 16 groups issued = 16 trained" in result.verdict.summary
     wanted = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert groups_by_step(folder, "train_actor") == groups_by_step(folder, "train_critic") == wanted
     made = [(line["node"], line["step"]) for line in result.metrics]

@@ -131,7 +131,7 @@ def test_demonstrations_are_learned_until_greedy_answers_are_right(policy: Path,
 def test_a_run_without_steps_ends_with_its_prompts(policy: Path, runs: Callable[..., Result]) -> None:
     result = runs(sft_graph(policy, epochs=3, prompts_per_step=5))
     assert result.steps == 4
-    assert "24 issued = 20 trained + 4 dropped (4 too few for a step)" in result.verdict.line
+    assert "24 groups issued = 20 trained + 4 dropped (4 too few for a step)" in result.verdict.line
     lines = [line for line in result.metrics if "loss" in line]
     assert not any("mismatch" in line or "kl" in line for line in lines), "of tokens that no policy drew"
     assert [(line["staleness_max"], line["by_staleness"]) for line in lines] == [(0, {})] * 4

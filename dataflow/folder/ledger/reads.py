@@ -31,13 +31,13 @@ class OutcomeCounts:
         return self.issued - known
 
     def __str__(self) -> str:
-        done = f"{self.trained} trained"
+        done = f"{self.trained:,} trained"
         if self.evaluated:
-            done = f"{self.evaluated} evaluated" + (f" + {done}" if self.trained else "")
+            done = f"{self.evaluated:,} evaluated" + (f" + {done}" if self.trained else "")
         return (
-            f"{self.issued} issued {'=' if self.missing == 0 else '!='} {done}"
-            f" + {_sum(self.dropped)} dropped{_parts(self.dropped)}"
-            f" + {_sum(self.in_flight)} in flight{_parts(self.in_flight)}"
+            f"{self.issued:,} group{'' if self.issued == 1 else 's'} issued {'=' if self.missing == 0 else '!='} {done}"
+            f" + {_sum(self.dropped):,} dropped{_parts(self.dropped)}"
+            f" + {_sum(self.in_flight):,} in flight{_parts(self.in_flight)}"
         )
 
 
@@ -261,4 +261,4 @@ def _sum(parts: Mapping[str, int]) -> int:
 
 
 def _parts(parts: Mapping[str, int]) -> str:
-    return f" ({', '.join(f'{number} {name}' for name, number in parts.items())})" if parts else ""
+    return f" ({', '.join(f'{number:,} {name}' for name, number in parts.items())})" if parts else ""

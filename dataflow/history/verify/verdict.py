@@ -73,7 +73,7 @@ def verify(run_path: str | Path) -> Verdict:
     >>> FakeTrainer(prompts_per_step=2)(FakeGenerator()(g.source(FakePrompts(size=4))))
     >>> folder = run(g, on=inline(), runs="runs", quiet=True).folder
     >>> verify(folder).line
-    'clean: 4 issued = 4 trained + 0 dropped + 0 in flight; 2 steps'
+    'clean: 4 groups issued = 4 trained + 0 dropped + 0 in flight; 2 steps'
     """
     folder = RunFolder.open(run_path)
     findings = Findings()

@@ -72,6 +72,10 @@ SUMMARY = Summary(
     graph="sorting",
     steps=300,
     wall_s=171,
+    reward_before=0.2,
+    reward_after=0.7,
+    reward_steps=20,
+    models=("runs/sorting/checkpoints/step-000300",),
     rollouts=76_800,
     dropped=3,
     accuracy_before=0.19,
@@ -172,6 +176,7 @@ def test_the_summary_tells_the_outcome_and_what_to_look_at_next() -> None:
     assert found == [
         "sorting finished  300 steps in 2:51",
         "  accuracy    0.19 → 0.74  +0.55",
+        "  reward      0.20 → 0.70  +0.50, means of 20 steps",
         "  rollouts    76,800  449 per second",
         "  dropped     3 groups",
         "  efficiency  0.96  bounded by generator",
@@ -184,6 +189,7 @@ def test_the_summary_tells_the_outcome_and_what_to_look_at_next() -> None:
         "  swapped     reward = rewards:strict after step 9",
         "              reward = rewards:mild after step 20",
         "  ledger      holds: issued 9,603 = trained 9,600 + dropped 3 + in flight 0",
+        "  model       runs/sorting/checkpoints/step-000300  trained, as Hugging Face has them",
         "  run folder  runs/sorting",
         "",
         "to look further",
@@ -361,6 +367,7 @@ def odd(kind: type, **extra: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "bounded_by",
         "verdict",
         "folder",
+        "look",
     }
     fields = {name: ODD_TEXT if name in words else ODD_NUMBER for name in kind.__dataclass_fields__}  # type: ignore[attr-defined]
     return st.builds(kind, **{**fields, **extra})
@@ -376,7 +383,7 @@ SNAPSHOTS = odd(
 SUMMARIES = odd(
     Summary, faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
     changes=st.lists(st.tuples(st.just("set"), ODD_TEXT), max_size=3).map(tuple),
-    foreseen=st.lists(ODD_TEXT, max_size=3).map(tuple),
+    foreseen=st.lists(ODD_TEXT, max_size=3).map(tuple), models=st.lists(ODD_TEXT, max_size=2).map(tuple),
     commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),
 )  # fmt: skip
 SCREENS = st.builds(

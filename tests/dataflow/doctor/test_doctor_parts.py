@@ -258,7 +258,7 @@ def test_of_a_run_that_is_over_the_folder_tells(folder: RunFolder) -> None:
     folder.append_metrics({"step": 1, "loss": 0.5})
     text = examine(folder.path, ask_for_facts)
     assert "it did not come to its end" in text and "none has a file of this run open" in text
-    assert "3 issued = 1 trained + 0 dropped + 2 in flight (1 issued, 1 scored)" in text
+    assert "3 groups issued = 1 trained + 0 dropped + 2 in flight (1 issued, 1 scored)" in text
     assert '"loss": 0.5' in text
 
 

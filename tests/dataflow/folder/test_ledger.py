@@ -51,7 +51,7 @@ def test_every_issued_group_is_trained_or_dropped_or_in_flight(ledger: Ledger) -
     assert counts.dropped == {"stale": 1, "too long": 1}
     assert counts.in_flight == {"issued": 3, "generating": 3}
     assert ledger.verdict("actor") == (
-        "clean: 10 issued = 2 trained + 2 dropped (1 stale, 1 too long) + 6 in flight (3 issued, 3 generating)"
+        "clean: 10 groups issued = 2 trained + 2 dropped (1 stale, 1 too long) + 6 in flight (3 issued, 3 generating)"
     )
 
 
@@ -182,7 +182,7 @@ def test_an_evaluation_ends_groups_of_its_own_source(ledger: Ledger) -> None:
     ledger.evaluated("evaluate", "held_out", range(4), 0)
     with pytest.raises(LedgerError, match="evaluated at step 0"):
         ledger.evaluated("evaluate", "held_out", [3], 10)
-    assert str(ledger.counts("evaluate")) == "5 issued = 4 evaluated + 0 dropped + 1 in flight (1 issued)"
+    assert str(ledger.counts("evaluate")) == "5 groups issued = 4 evaluated + 0 dropped + 1 in flight (1 issued)"
     assert ledger.counts("actor").issued == 0
 
 

@@ -283,5 +283,5 @@ def test_several_processes_write_at_once_and_every_group_is_trained_by_exactly_o
     assert [writer.ended() for writer in writers] == [0, 0]
     with Ledger.open(path, readonly=True) as ledger:
         assert [ledger.verdict(node) for node in nodes] == [
-            "clean: 400 issued = 400 trained + 0 dropped + 0 in flight"
+            "clean: 400 groups issued = 400 trained + 0 dropped + 0 in flight"
         ] * 2

@@ -86,7 +86,7 @@ def test_what_one_client_writes_another_one_reads(path: Path, service: LedgerPro
     assert [group.state for group in prompts.in_flight("prompts")] == ["generating"] * 2 + ["issued"] * 2
     step(trainer, 1, [0, 1])
     assert trainer.steps("trainer")[0].metrics == {"loss": 0.5}
-    assert prompts.verdict("trainer") == "clean: 4 issued = 2 trained + 0 dropped + 2 in flight (2 issued)"
+    assert prompts.verdict("trainer") == "clean: 4 groups issued = 2 trained + 0 dropped + 2 in flight (2 issued)"
     with pytest.raises(LedgerError, match="'trainer' would end group 1 of 'prompts' twice: it was trained at step 1"):
         step(trainer, 2, [2, 1])
     step(trainer, 2, [2])

@@ -9,6 +9,19 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.history.summary import summarize
 
 
+def test_it_names_the_newest_model_of_each_trainer_and_the_page(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "test")
+    folder.write_json("graph.json", {"name": "test", "nodes": [{"name": "actor"}, {"name": "critic"}], "edges": []})
+    for node, steps in (("actor", (4, 10)), ("critic", (10,))):
+        for step in steps:
+            with folder.checkpoints_of(node).writing(step) as place:
+                (place / "config.json").write_text("{}")
+    said = summarize(folder, "", True)
+    places = [folder.checkpoints_of(node).folder(10) for node in ("actor", "critic")]
+    assert said.models == tuple(map(str, places)) and all(place.is_dir() for place in places)
+    assert any(command.endswith(f"live {folder.path}") for command, _ in said.commands)
+
+
 def test_a_run_over_hosts_says_who_was_planned_where_and_another_run_says_nothing_of_them(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "test")
     folder.write_json("config.json", {"hosts": {"prompts": ["a"], "generator": ["a", "b"], "reward": ["a"]}})

@@ -119,8 +119,8 @@ def test_a_good_folder_is_clean_and_its_figures_stand_in_one_line(
 ) -> None:
     assert report(run.path) == 0
     assert capsys.readouterr().out == (
-        "clean: 26 issued = 20 trained + 3 dropped (2 stale, 1 failed) + 3 in flight (3 waiting); 5 steps; "
-        "max staleness 2 of 2 | evaluate: 4 issued = 2 evaluated + 0 dropped + 2 in flight (2 waiting)\n"
+        "clean: 26 groups issued = 20 trained + 3 dropped (2 stale, 1 failed) + 3 in flight (3 waiting); 5 steps; "
+        "max staleness 2 of 2 | evaluate: 4 groups issued = 2 evaluated + 0 dropped + 2 in flight (2 waiting)\n"
     )
 
 
@@ -136,7 +136,7 @@ def test_an_outcome_needs_an_issued_group(run: RunFolder) -> None:
 
 def test_a_group_whose_row_vanished_breaks_the_identity(run: RunFolder) -> None:
     sql(run, "DELETE FROM groups WHERE source = 'prompts' AND group_id = 0")
-    broken(run, "25 issued != 20 trained + 3 dropped")
+    broken(run, "25 groups issued != 20 trained + 3 dropped")
 
 
 def test_no_group_has_two_outcomes(run: RunFolder) -> None:
@@ -355,7 +355,7 @@ def test_a_line_taken_back_and_made_again_is_clean(run: RunFolder) -> None:
             commit(run, ledger, planned.step, list(planned.trained), dict(planned.dropped))
     verdict = verify(run.path)
     assert verdict.clean, verdict.faults
-    assert verdict.line.startswith("clean: 26 issued = 12 trained + 3 dropped")
+    assert verdict.line.startswith("clean: 26 groups issued = 12 trained + 3 dropped")
     assert any("rollouts of steps [4, 5]" in note for note in verdict.notes)
 
 
@@ -368,7 +368,7 @@ def test_two_trainers_of_the_same_groups_are_judged_each_for_itself(run: RunFold
     verdict = verify(run.path)
     assert verdict.clean, verdict.faults
     assert verdict.line.startswith(
-        "clean: critic: 26 issued = 2 trained + 0 dropped + 24 in flight (24 waiting); 1 step"
+        "clean: critic: 26 groups issued = 2 trained + 0 dropped + 24 in flight (24 waiting); 1 step"
     )
     run.rollouts_of("critic").write(1, rollouts(range(3), 0))
     broken(run, "groups [2] stand in step-000001.arrow but did not end at step 1 of 'critic'")
@@ -392,7 +392,7 @@ def test_a_path_without_a_run_is_the_users_error(tmp_path: Path) -> None:
 def test_a_run_under_way_may_be_judged(run: RunFolder) -> None:
     with Ledger.open(run.ledger) as ledger:
         ledger.issue("prompts", [(26, "t26")])
-        assert verify(run.path).line.startswith("clean: 27 issued")
+        assert verify(run.path).line.startswith("clean: 27 groups issued")
 
 
 # Runs that were taken up again

@@ -96,13 +96,13 @@ def test_an_exchange_is_told_by_reader_its_replicas_together_by_what_took_most()
     assert exchanges({}) == exchanges({"weights_sent": None}) == exchanges({"weights_sent": {"a-0": 1}}) == {}
 
 
-def test_the_last_part_of_a_run_counts_from_its_first_step() -> None:
+def test_all_parts_of_a_run_count_each_from_its_first_step() -> None:
     def line(seconds: float, busy: float) -> dict[str, object]:
         return {"seconds": seconds, "nodes": {"t": {"busy": busy, "rows_in": 10 * busy, "step": int(busy)}}}
 
     lines = [line(0.0, 1.0), line(5.0, 4.0), line(0.0, 0.5), line(0.0, 1.0), line(8.0, 7.0), {"seconds": "x"}]
     nodes, seconds = whole(lines)
-    assert seconds == 8.0 and nodes["t"]["busy"] == 6.0 and nodes["t"]["rows_in"] == 60.0 and nodes["t"]["step"] == 7
+    assert seconds == 13.0 and nodes["t"] == {"busy": 9.0, "rows_in": 90.0, "step": 7}
 
 
 HOSTILE = b"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 10 10" onload="alert(1)"><script>alert(2)</script>

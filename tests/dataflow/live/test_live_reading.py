@@ -214,8 +214,9 @@ def test_a_run_that_nobody_leads_is_told_from_its_folder(folder: RunFolder) -> N
         }
         folder.note_activity(seconds, {"generator": {"replicas": 1, **said}})
     assert Looks(folder, gone).look()["state"] == "not finished"
-    folder.write_json("times.json", {"outcome": "finished", "seconds": 4.0})
+    folder.write_json("times.json", {"outcome": "finished", "seconds": 904.0})
     found = Looks(folder, gone).look()
+    assert "finished after 15:04 of training" in found["sentence"], "all parts of a run that was resumed"
     assert found["state"] == "finished" and found["over_s"] == 4.0
     node = next(n for n in found["nodes"] if n["name"] == "generator")
     assert node["shares"] == {"busy": 0.5, "blocked": 0.0, "waiting": 0.5, "starved": 0.0} and node["rows_out_s"] == 2.0

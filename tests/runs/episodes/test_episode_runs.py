@@ -369,7 +369,7 @@ def test_replicas_of_a_generator_answer_turns_beside_plain_prompts_until_these_e
     Evaluate(every_steps=4, of="length")(length(generator(g.source(plain))))
     g.feedback(trainer.weights, generator, max_staleness=1)
     result = run(g, runs=tmp_path, quiet=True, replicas={"generator": 2})
-    assert result.verdict.clean and "16 issued = 16 trained" in result.verdict.line, result.verdict.line
+    assert result.verdict.clean and "16 groups issued = 16 trained" in result.verdict.line, result.verdict.line
     assert [line["eval_n"] for line in result.metrics if "eval_n" in line] == [4, 4]
     nothing_is_left(result)
 

@@ -100,7 +100,7 @@ def faults(folder: Path) -> list[dict[str, Any]]:
 def goes_on_to_its_end(graph: Graph, worker: str, cause: str, runs: Path, limits: Limits) -> None:
     """With one worker started again once, and every group trained once."""
     result = run(graph, runs=runs, quiet=True, limits=limits)
-    assert result.verdict.clean and "64 issued = 64 trained" in result.verdict.line, result.verdict.line
+    assert result.verdict.clean and "64 groups issued = 64 trained" in result.verdict.line, result.verdict.line
     found = agree(result.folder)
     assert len(found) == len(graph.calls) - 1 and all(ends["received"][1] >= 64 for ends in found.values()), found
     (fault,) = faults(result.folder)
@@ -160,7 +160,7 @@ def test_a_worker_that_stopped_answering_is_killed_and_started_again(light: None
 def test_a_worker_that_somebody_stopped_is_let_go_on_as_it_was(light: None, tmp_path: Path) -> None:
     graph = victim("generator", signal.SIGSTOP, Once(tmp_path / "struck"))
     result = run(graph, runs=tmp_path / "runs", quiet=True, limits=dataclasses.replace(QUICK, stopped_s=0.2))
-    assert result.verdict.clean and "64 issued = 64 trained" in result.verdict.line, result.verdict.line
+    assert result.verdict.clean and "64 groups issued = 64 trained" in result.verdict.line, result.verdict.line
     (fault,) = faults(result.folder)
     assert (fault["worker"], fault["cause"], fault["recovered_s"] is None) == ("generator-0", STOPPED, False)
     assert "worker 'generator-0' was stopped 1 times by a signal, and let go on" in result.verdict.notes
@@ -503,7 +503,7 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(
     path = write(tmp_path / "p.jsonl", *GOOD, *(row for row, _ in BAD_ROWS.values()))
     result = prompts_run(path, tmp_path / "runs", on=inline(), on_bad="drop")
     assert result.steps == 2 and result.verdict.clean, result.verdict.line
-    assert "4 issued = 4 trained" in result.verdict.line
+    assert "4 groups issued = 4 trained" in result.verdict.line
     told = capfd.readouterr().err
     assert told.count("prompts left out") == len(BAD_ROWS) and told.count("rows=1") == len(BAD_ROWS), told
 
@@ -533,7 +533,7 @@ def test_equal_prompts_are_issued_each(light: None, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *GOOD, *GOOD)
     result = prompts_run(path, tmp_path / "runs", on=inline())
     assert result.steps == 4 and result.verdict.clean
-    assert "8 issued = 8 trained" in result.verdict.line
+    assert "8 groups issued = 8 trained" in result.verdict.line
 
 
 @pytest.mark.parametrize("on", [None, inline()], ids=["processes", "inline"])

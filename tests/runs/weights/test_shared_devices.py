@@ -173,7 +173,7 @@ def test_a_turn_is_not_lost_with_the_worker_that_had_it(
     limits = Limits(stop_s=2.0, stopped_s=0.2, patience=Patience(first_s=0.05, of_one=2))
     graph = fake_graph(source=source, **chosen)
     result = run(graph, gpus="shared", runs=tmp_path / "runs", quiet=True, limits=limits)
-    assert mark.exists() and result.verdict.clean and "64 issued = 64 trained" in result.verdict.line
+    assert mark.exists() and result.verdict.clean and "64 groups issued = 64 trained" in result.verdict.line
 
 
 @pytest.mark.slow
