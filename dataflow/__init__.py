@@ -1,5 +1,8 @@
 """The graph language and the engine that runs it; importing it never imports torch."""
 
+from dataflow.system import interrupts as interrupts  # first, since it hears signals while the rest is imported
+
+# isort: split
 # The functions below have the names of their modules. They are imported here, all at once, so that no later
 # import of a module can put the module in the function's place.
 from dataflow.app import main

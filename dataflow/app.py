@@ -26,10 +26,12 @@ from dataflow.limits import Limits
 from dataflow.model_files import PROMISED
 from dataflow.planning.hosts import Devices
 from dataflow.run import check_start, inline, make_plan, run
+from dataflow.system.interrupts import interrupted, status_of
 from dataflow.trackers.chosen import Wished
 from dataflow.trackers.libraries.prometheus import PrometheusTracker
 
 
+@interrupted()
 def main(
     build: Callable[..., Graph],
     *,
@@ -40,7 +42,8 @@ def main(
     """Run the graph that `build` makes; its keyword arguments become flags, beside those of the run.
 
     steps: the default of --steps. args: the command line, sys.argv's when None. limits: as `run` has them. Ends the
-    process with status 1 when the graph is refused or the run fails, 2 for wrong flags, 130 after Ctrl-C.
+    process with status 1 when the graph is refused or the run fails, 2 for wrong flags, 130 after Ctrl-C (143 after
+    SIGTERM, 129 after SIGHUP) where nothing could end in order.
 
     >>> from dataflow import Graph, main
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -78,7 +81,7 @@ def main(
         status = 1
     except KeyboardInterrupt as error:
         _say("", error)
-        status = 130
+        status = status_of(error)
     if status:
         sys.exit(status)
 

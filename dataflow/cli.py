@@ -50,6 +50,7 @@ from dataflow.scheduler.requests import (
 from dataflow.scoring.forms import split_form
 from dataflow.settable import read_value
 from dataflow.system.files import write_atomically
+from dataflow.system.interrupts import interrupted, status_of
 from dataflow.trackers.command import track_run
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -57,6 +58,7 @@ Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="
 Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
+@interrupted()
 def main() -> None:
     """Run the command line; the process ends with its status."""
     try:
@@ -64,6 +66,8 @@ def main() -> None:
     except DataflowError as error:
         say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", sys.stderr)
         status = 2
+    except KeyboardInterrupt as error:
+        status = status_of(error)
     sys.exit(status)
 
 

@@ -50,6 +50,7 @@ from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import RunSpec, Times, execute, take
 from dataflow.scheduler.table import Table
 from dataflow.structure import kept_by
+from dataflow.system.interrupts import interrupted
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
 from dataflow.trackers.chosen import TRACK, ChosenTracker, Wished, choose, recorded_names
@@ -149,6 +150,7 @@ def make_plan(
 
 
 @checked
+@interrupted()
 def run(
     graph: Graph,
     *,
@@ -200,9 +202,10 @@ def run(
     track: who is told of the run elsewhere (docs/trackers.md). None: nobody, or the libraries of the resumed run.
     launch: how `dataflow resume` starts this program again; `main` knows it.
     foreseen: what `dataflow.foresight` tells of this run; kept in foreseen.json, and compared with what comes.
-    Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C finishes the step under
-    way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once. What is raised in the midst
-    of a run has a note with the way to go on.
+    Errors: GraphError before anything starts; RunError with the node that failed; Ctrl-C, SIGTERM or SIGHUP finishes
+    the step under way, writes a checkpoint and returns, a second one raises KeyboardInterrupt at once, as the first
+    does before there are workers (docs/recovery.md). What is raised in the midst of a run has a note with the way to
+    go on.
 
     >>> from dataflow import Graph, inline, run
     >>> from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

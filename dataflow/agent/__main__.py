@@ -44,7 +44,9 @@ def main() -> int:
         return 2
     for number in (signal.SIGINT, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)  # a terminal's: the scheduler says what it means
-    signal.signal(signal.SIGTERM, lambda number, frame: agent.end())
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the host's own, unless it is started by nohup
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: agent.leave())
     return agent.run()
 
 

@@ -27,6 +27,7 @@ from dataflow.agent.messages import (
     HandedOver,
     HandOver,
     Join,
+    Leaves,
     Pace,
     Paused,
     Refused,
@@ -43,8 +44,11 @@ from dataflow.folder.disks.server import FileServer
 from dataflow.folder.whereabouts import Whereabouts
 from dataflow.planning.hosts import Host
 from dataflow.system.clocks import AwakeClock
+from dataflow.system.interrupts import ECHO_S
 from dataflow.system.security import RunKeys
 
+LEAVE_S = 5.0
+"""From a SIGTERM on, for the scheduler to end the run, if it was asked too, or for trainers to write a checkpoint."""
 ALIVE_S = 0.5
 """Between two signs of life."""
 _TURN_MS, _PROMPT_MS = 50, 10
@@ -90,6 +94,8 @@ class Agent:
         self._built: Built | None = None
         self._stays: Stay | None = None
         self._is_paused = self._ends = False
+        self._asked_at: float | None = None
+        self._leaves_at = float("inf")
         self._heard = self._spoke = self._sought = self._clock()
         self._has_scheduler = False
         self._alone_s = 0.0
@@ -113,9 +119,20 @@ class Agent:
         finally:
             self._close()
 
-    def end(self) -> None:
-        """End with all workers; may be called from a signal handler."""
-        self._ends = True
+    def leave(self) -> None:
+        """End with all workers, after the scheduler has heard of it; asked again, end at once. May be called from a
+        signal handler."""
+        now = time.monotonic()
+        self._ends |= self._asked_at is not None and now - self._asked_at > ECHO_S
+        self._asked_at = self._asked_at or now
+
+    def _part(self) -> None:
+        """Say once that it leaves, and end when it is time."""
+        if self._asked_at is not None and self._leaves_at == float("inf"):
+            self._line.say(Leaves())
+            is_heard = self._has_scheduler and self._clock() - self._heard < SEEK_S
+            self._leaves_at = self._asked_at + (LEAVE_S if is_heard else 0.0)
+        self._ends |= time.monotonic() >= self._leaves_at
 
     def _turn(self) -> None:
         poller = zmq.Poller()
@@ -138,6 +155,7 @@ class Agent:
             self._spoke = self._clock()
             self._line.say(Alive())
         self._seek()
+        self._part()
 
     def _pass_messages(self, *, last: bool = False) -> None:
         """What workers say; without a scheduler it waits for the next one."""
@@ -168,7 +186,7 @@ class Agent:
             case Refused():
                 raise RunError(f"the scheduler refuses host '{self._host.name}': {message.error}")
             case End():
-                self.end()
+                self._ends = True
             case Stay():
                 self._stays = message
             case Spawn() | SendSignal() | Pause():

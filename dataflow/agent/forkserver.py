@@ -27,13 +27,15 @@ from dataflow.agent.forkserver_messages import (
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, die_with_parent, fork
 from dataflow.system.clocks import AwakeClock
+from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.messages import MessageError
 
 _TURN_S = 0.05
 _STANDBYS = 3
 """So many are forked, one after the other, before nobody is expected any more."""
-_WITHOUT_SCHEDULER = signal.SIGUSR2
-"""What the kernel sends when the scheduler ends: also in the midst of `preload`, where no socket is read."""
+WITHOUT_SCHEDULER = signal.SIGUSR2
+"""What the kernel sends when the scheduler ends, and who ends it: also in the midst of `preload`, where no socket is
+read."""
 
 Main = Callable[[Mapping[str, Any]], int]
 """What a worker runs: takes its settings, returns the exit status."""
@@ -105,11 +107,11 @@ class Forkserver:
 
     def run(self) -> NoReturn:
         """Serve until the end of the scheduler, or of the last one after it."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        leave_to_leader()
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the terminal's: the scheduler says what it means
-        signal.signal(signal.SIGTERM, lambda number, frame: self._end())
-        signal.signal(_WITHOUT_SCHEDULER, lambda number, frame: None if self._stays else self._end())
-        die_with_parent(_WITHOUT_SCHEDULER)
+        signal.signal(signal.SIGTERM, lambda number, frame: None if self.control else self._end())
+        signal.signal(WITHOUT_SCHEDULER, lambda number, frame: None if self._stays else self._end())
+        die_with_parent(WITHOUT_SCHEDULER)
         while True:
             owes = bool(self._waiting) and not self._is_paused
             heard = self._listen(0.0 if owes else _TURN_S)
@@ -239,7 +241,7 @@ class Forkserver:
         """A child that runs `body` and has none of the sockets."""
 
         def run() -> int:
-            for number in (signal.SIGTERM, signal.SIGTSTP, _WITHOUT_SCHEDULER):
+            for number in (signal.SIGTERM, signal.SIGTSTP, WITHOUT_SCHEDULER):
                 signal.signal(number, signal.SIG_DFL)
             for held in (self.control, self.takeover):
                 if held is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.agent.forkserver import Forkserver, Main, open_takeover
+from dataflow.agent.forkserver import WITHOUT_SCHEDULER, Forkserver, Main, open_takeover
 from dataflow.agent.forkserver_messages import (
     CODEC,
     SEND_S,
@@ -146,6 +146,8 @@ class ForkserverClient:
         """End it and all of its workers; returns within the time-out, by SIGKILL if need be. Errors: Replaced."""
         with contextlib.suppress(OSError):
             self._connection.post(End())
+        if self._process.poll() is None:  # in the midst of `preload`, or of the program, it reads nothing
+            os.kill(self.pid, WITHOUT_SCHEDULER)
         deadline = time.monotonic() + timeout_s
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -75,6 +75,11 @@ class Paused:
 
 
 @dataclass(frozen=True)
+class Leaves:
+    """Somebody has asked it to end (SIGTERM), and it does so within seconds."""
+
+
+@dataclass(frozen=True)
 class Bye:
     """All workers have ended, and it ends."""
 
@@ -148,11 +153,13 @@ class Refused:
     error: str
 
 
-FromAgent: TypeAlias = Join | Built | Failed | Paused | Bye | Alive | FromWorkers | Notice | Handed | HandedOver
+FromAgent: TypeAlias = (
+    Join | Built | Failed | Paused | Leaves | Bye | Alive | FromWorkers | Notice | Handed | HandedOver
+)
 ToAgent: TypeAlias = Begin | HandOver | Refused | ToWorkers | Pace | Spawn | SendSignal | Pause | Stay | Alive | End
 
 FROM_AGENT: Codec[FromAgent] = Codec(
-    "dataflow.from-agent", 2, Join, Built, Failed, Paused, Bye, Alive, FromWorkers, Notice, Handed, HandedOver
+    "dataflow.from-agent", 3, Join, Built, Failed, Paused, Leaves, Bye, Alive, FromWorkers, Notice, Handed, HandedOver
 )  # fmt: skip
 TO_AGENT: Codec[ToAgent] = Codec(
     "dataflow.to-agent", 2, Begin, HandOver, Refused, ToWorkers, Pace, Spawn, SendSignal, Pause, Stay, Alive, End

@@ -126,7 +126,7 @@ class OnRay:
             self._said = tempfile.TemporaryFile()  # noqa: SIM115
             self._driver = program(
                 "dataflow.launchers.ray_driver", end=theirs, stdin=subprocess.DEVNULL, stdout=self._said,
-                stderr=self._said,
+                stderr=self._said, start_new_session=True,
             )  # fmt: skip
             theirs.close()
             self._connected = self._ask(self._channel)

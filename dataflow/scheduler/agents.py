@@ -19,6 +19,7 @@ from dataflow.agent.messages import (
     HandedOver,
     HandOver,
     Join,
+    Leaves,
     Pace,
     Paused,
     Refused,
@@ -301,6 +302,8 @@ class Agents:
             case Failed():
                 self._trouble.append(message.error)
                 self._left(name, agent, f"has ended its agent: {message.error}")
+            case Leaves():
+                self._events.append({"event": "leaves", "name": name})
             case Bye():
                 self._left(name, agent, "has ended its agent")
             case Paused():

@@ -4,6 +4,7 @@ No rollout and no weight passes through it.
 """
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -83,7 +84,7 @@ class Scheduler:
         """What has crossed the edges, as workers of this machine counted it to their ends; known once it is closed."""
         self._faults = Faults(settings.folder, clock, self.notices)
         self._request_log = RequestLog(settings.folder, self.notices.append)
-        self._wish = False
+        self._wish, self._stop_s = False, limits.stop_s
         self._ticked = float("-inf")
         keys: Mapping[str, bytes] = {}
         if server is None:
@@ -135,7 +136,7 @@ class Scheduler:
             self._take_over()
             return
         self._apply(events.RunBegins())
-        while not self.table.begun:
+        while not (self.table.begun or self.table.run.over):
             self.turn(0.1)
             progress([record.name for record in self.table if record.life is not Life.READY])
 
@@ -202,9 +203,10 @@ class Scheduler:
             if not host.is_alive:
                 self._server.seek(host.facts.name)
 
-    def wish_drain(self) -> None:
-        """Ask to finish the step under way, write a checkpoint and end; may be called from a signal handler."""
-        self._wish = True
+    def wish_drain(self, stop_s: float = math.inf) -> None:
+        """Ask to finish the step under way, write a checkpoint and end; may be called from a signal handler. stop_s:
+        for workers to wind down after that, if it is less than `Limits.stop_s`."""
+        self._wish, self._stop_s = True, min(self._stop_s, stop_s)
 
     def close(self) -> None:
         """Stop the workers, by force after the limit; leave no process and no socket behind. Errors: Replaced: they are
@@ -212,7 +214,7 @@ class Scheduler:
         try:
             self.check()
             self._apply(events.Shutdown())
-            deadline = self._clock() + self.table.limits.stop_s
+            deadline = self._clock() + (self._stop_s if self.table.begun else 0.0)
             while self._clock() < deadline and any(record.may_wind_down for record in self.table):
                 messages, _, told = self._server.wait(0.05)
                 self._receive(messages)
@@ -258,6 +260,8 @@ class Scheduler:
                 self._apply(events.ForkserverGone())
             case "heard":
                 self._apply(events.HostHeard(event["name"]))
+            case "leaves":
+                self._keep_before_leave(event["name"])
             case "lost":
                 self._apply(events.HostLost(event["name"], event["cause"]))
             case "joined":
@@ -268,6 +272,12 @@ class Scheduler:
                 self._apply(events.HostJoined(event["host"], processes))
             case _:
                 self._note_process(event)
+
+    def _keep_before_leave(self, host: str) -> None:
+        """A host was asked to end: what is trained by then is not lost with it."""
+        if self.table.begun and not self.table.is_ending:
+            self.notices.append(f"host '{host}' was asked to end, and leaves; trainers write a checkpoint before")
+            self._apply(events.WishCheckpoint(self.table.run.checkpoint + 1))
 
     def _note_process(self, event: Mapping[str, Any]) -> None:
         record = self.table.workers.get(event["name"])

@@ -1,12 +1,14 @@
 """Executes a planned run, in processes or in one, and leaves its times, its curve and its trace in the folder."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.structure import own_folder, trainers
 from dataflow.system.clocks import RunClock, Seldom
+from dataflow.system.interrupts import asked_to_end
 from dataflow.system.optional_files import Extras, warn
 from dataflow.system.processes import machine
 from dataflow.trackers.chosen import ChosenTracker
@@ -49,6 +52,7 @@ def activity_every(seconds: float) -> float:
     return min(60.0, max(0.5, seconds / 200))
 
 
+_KILLED_SOON_S = 2.0
 TIMES_S = 5.0
 """Between two times that the seconds so far are written: so many a run that is killed does not know of."""
 
@@ -212,30 +216,39 @@ def _processes(
             while texts:
                 view.message(texts.pop(0))
 
-    seldom = Seldom()
+    seldom, stopping = Seldom(), StopSignals(scheduler.wish_drain)
     with showing(sys.stdout, quiet=run.quiet) as view:
-        try:
-            with _interrupts(scheduler, view), _suspends(scheduler, clock):
-                asked_at = {"address": scheduler.address, "pid": os.getpid(), "machine": machine()}
-                socket_folder.mark(scheduler.folder, folder)
-                folder.write_json(socket_folder.CONTROL, asked_at)
-                scheduler.start(progress=lambda late: view.update(watch.starting(late)))
-                while not scheduler.table.run.over:
-                    scheduler.turn(0.1)
-                    scheduler.check()
-                    seldom(look)
-                look()
-                if disks := run.server.disks if run.server else {}:
-                    view.message("bringing what the hosts have made into the run folder")
-                    if stays := _bring_home(run, folder, disks):
-                        view.message(stays)
-        finally:
-            scheduler.close()
-            watch.count(scheduler.heartbeats, scheduler.crossed)
-            folder.extras.remove(folder.path / socket_folder.CONTROL)
+        with (
+            stopping.heard(view.message), _closing(scheduler, watch, folder), _stacks_wished(scheduler),
+            _suspends(scheduler, clock),
+        ):  # fmt: skip
+            asked_at = {"address": scheduler.address, "pid": os.getpid(), "machine": machine()}
+            socket_folder.mark(scheduler.folder, folder)
+            folder.write_json(socket_folder.CONTROL, asked_at)
+            scheduler.start(progress=lambda late: view.update(watch.starting(late)))
+            while not scheduler.table.run.over:
+                scheduler.turn(0.1)
+                scheduler.check()
+                seldom(look)
+            look()
+            if disks := run.server.disks if run.server else {}:
+                view.message("bringing what the hosts have made into the run folder")
+                if stays := _bring_home(run, folder, disks):
+                    view.message(stays)
         # By now nobody waits for a sign of this process, whom a standby would replace while it waits for trackers.
-        following.end("stopped" if scheduler.table.run.draining else "finished", view.message)
+        following.end(_how_ended(scheduler.table.run), view.message, stopping.within_s)
     return _outcome(watch, scheduler.table.run)
+
+
+@contextlib.contextmanager
+def _closing(scheduler: Scheduler, watch: ProgressWatch, folder: RunFolder) -> Iterator[None]:
+    """Close the scheduler at the end, and count what it has heard until then."""
+    try:
+        yield
+    finally:
+        scheduler.close()
+        watch.count(scheduler.heartbeats, scheduler.crossed)
+        folder.extras.remove(folder.path / socket_folder.CONTROL)
 
 
 def _bring_home(run: RunSpec, folder: RunFolder, disks: Mapping[str, str]) -> str:
@@ -281,12 +294,14 @@ def _inline(
                 view.message(texts.pop(0))
         return False
 
+    stopping = StopSignals(running.wish_drain)
     try:
         with showing(sys.stdout, quiet=run.quiet) as view:
             running.start()
-            running.run(until=look)
+            with stopping.heard(view.message):
+                running.run(until=look)
             look()
-            following.end("stopped" if running.state.draining else "finished", view.message)
+            following.end(_how_ended(running.state), view.message, stopping.within_s)
     finally:
         running.close()
         watch.count({}, running.crossed)
@@ -300,29 +315,48 @@ def _outcome(watch: ProgressWatch, state: RunStateMachine) -> TrainingResult:
     )  # fmt: skip
 
 
+def _how_ended(state: RunStateMachine) -> str:
+    return "stopped" if state.draining else "finished"
+
+
+class StopSignals:
+    """A run that Ctrl-C, SIGTERM or SIGHUP stops: the first lets it end in order, the next one raises.
+
+    Whoever sends SIGTERM or SIGHUP kills what is still there a few seconds later: then nobody waits long for workers
+    that have to wind down, or for trackers.
+    """
+
+    def __init__(self, drain: Callable[[float], object]) -> None:
+        """drain: asks for the end, and is told how long workers have then."""
+        self._drain = drain
+        self.within_s = math.inf
+        """How long the run waits at most for what is not a part of its last step."""
+
+    def heard(self, say: Callable[[str], object]) -> AbstractContextManager[None]:
+        """Signals are heard while this lasts."""
+
+        def ask(number: int) -> None:
+            if number == signal.SIGINT:
+                say("stopping after the step under way; press Ctrl-C again to stop at once")
+            else:
+                say(f"stopping after the step under way, because of {signal.Signals(number).name}")
+                self.within_s = _KILLED_SOON_S
+            self._drain(self.within_s)
+
+        return asked_to_end(ask)
+
+
 @contextlib.contextmanager
-def _interrupts(scheduler: Scheduler, view: Any) -> Iterator[None]:
-    """The first Ctrl-C drains, the second one raises."""
-    pressed: list[float] = []
-
-    def press(number: int, frame: object) -> None:
-        pressed.append(time.monotonic())
-        if len(pressed) > 1 or number == signal.SIGTERM:
-            raise KeyboardInterrupt
-        view.message("stopping after the step under way; press Ctrl-C again to stop at once")
-        scheduler.wish_drain()
-
-    try:
-        before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
-        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: scheduler.stall_watch.wish())
-    except ValueError:  # not in the main thread: the caller handles signals
+def _stacks_wished(scheduler: Scheduler) -> Iterator[None]:
+    """SIGUSR1 asks for the stacks of all workers."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: scheduler.stall_watch.wish())
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGUSR1, before)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ class InlineRun:
     """
 
     def __init__(self, graph: Graph, plan: Plan, settings: Settings) -> None:
-        self.state, self._limits = RunStateMachine(graph, plan), settings.limits
+        self.state, self._limits, self._wish = RunStateMachine(graph, plan), settings.limits, False
         self._ports = Ports(roomiest(graph, settings.changes), plan, list(graph.operators), settings)
         self.host = NodeLoops(
             graph, plan, graph.operators, settings,
@@ -56,9 +56,15 @@ class InlineRun:
             else:
                 time.sleep(0.0005)
 
+    def wish_drain(self, within_s: float) -> None:
+        """As `Scheduler.wish_drain`; there are no workers."""
+        self._wish = True
+
     def turn(self) -> bool:
         """One round over all operators."""
         moved = False
+        if self._wish and not self.state.draining:
+            self._pass_on(self.state.drain())
         for node, loop in self.host.loops.items():
             moved |= loop.turn()
             operator = self.host.graph.operators[node]

@@ -16,6 +16,7 @@ from dataflow.scoring.at_work import make_calls
 from dataflow.scoring.calls import CALLS, PoolSettings
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, ended_within, fork, let_go_on
+from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.messages import Codec
 
 PROGRESS_FIELDS = 4
@@ -150,9 +151,8 @@ def _go_quiet() -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    leave_to_leader()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _limit_memory(memory_mb: int | None) -> None:

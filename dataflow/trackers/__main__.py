@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
+from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.messages import MessageError
 from dataflow.system.priority import step_back
 from dataflow.trackers import messages
@@ -23,7 +23,7 @@ TURN_S = 0.2
 def main() -> None:
     """The process ends with the run, or soon after nobody leads it by whom it was started."""
     step_back()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_leader()
     run: Channel[Any] = Channel(socket.socket(fileno=int(sys.argv[1])), messages.KEEPER_CODEC, SEND_S)
     told = run.receive(SEND_S)
     assert isinstance(told, messages.KeepTrackers), "it is said first"

@@ -1,6 +1,7 @@
 """A run's side of its trackers: starts their keeper, passes on what it says, and tells it that the run is over."""
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -51,14 +52,15 @@ class TrackersOfRun:
         said, self._said = self._said, []
         return said
 
-    def end(self, outcome: str, say: Callable[[str], object]) -> None:
-        """The run is over, and trackers take in what is left: wait for that, up to `Limits.track_s`, or Ctrl-C."""
+    def end(self, outcome: str, say: Callable[[str], object], within_s: float = math.inf) -> None:
+        """The run is over, and trackers take in what is left: wait for that, up to `Limits.track_s` or `within_s`, or
+        Ctrl-C."""
         if self._keeper is None or self._channel is None:
             return
         with contextlib.suppress(OSError):
             self._channel.send(messages.RunIsOver(outcome=outcome))
-        began, is_told = time.monotonic(), False
-        deadline = began + self._limits.track_s + END_S
+        began, is_told, within_s = time.monotonic(), False, min(within_s, self._limits.track_s)
+        deadline = began + within_s + min(within_s, END_S)
         try:
             while self._keeper.poll() is None and time.monotonic() < deadline:
                 with contextlib.suppress(OSError, ValueError):
@@ -67,7 +69,7 @@ class TrackersOfRun:
                     say(text)
                 if not is_told and time.monotonic() - began > 1.0:
                     is_told = True
-                    say(f"waiting for {self._names} to take in what is left, {self._limits.track_s:.0f} s at most")
+                    say(f"waiting for {self._names} to take in what is left, {within_s:.0f} s at most")
                 if self._channel is None:
                     break
         except KeyboardInterrupt:
@@ -84,7 +86,7 @@ class TrackersOfRun:
             self._channel.close()
             self._channel = None
         if self._keeper is not None:
-            self._keeper.terminate()
+            self._keeper.kill()
             end(self._keeper, END_S)
             self._keeper = None
 

@@ -24,6 +24,7 @@ from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.system.clocks import AwakeClock
+from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.log import log_to
 from dataflow.system.processes import machine
 from dataflow.system.security import RunKeys
@@ -49,8 +50,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     """Run one worker; the exit status."""
     settings = Settings.from_plain(plain)
     name = f"{settings.worker}-{settings.replica}" + (f"@{settings.host}" if settings.ranks_at else "")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_to_leader()
     log_to(Path(settings.folder) / "logs" / f"{name}.log")
     if settings.attempt:
         print(f"---- {name}, attempt {settings.attempt} ----")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from dataflow.system.channel import Channel
+from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.messages import Codec
 from operators.ranks import group
 from operators.ranks.exchange import send_failure
@@ -20,7 +20,7 @@ def run_rank(end: int, codec: Codec[Any], wait_s: float, work: Callable[[Channel
     wait_s: how long the other end may take to read. work: follows rank 0 to the end. What it raises is printed and told
     to rank 0, and the group is not left: the others may be gone, or wait in an exchange.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_leader()
     channel = Channel(socket.socket(fileno=end), codec, wait_s)
     try:
         work(channel)

@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataflow.errors import DataflowError, GraphError
+from dataflow.system.interrupts import asked_to_end, interrupted, status_of
 from operators.serving.serve import attend, bind, check_address, check_installed, make_service, read_template
 
 if TYPE_CHECKING:
@@ -24,10 +24,11 @@ BAD_INPUT = 2
 """Exit status where an argument cannot be right."""
 BACKLOG = 1024
 """Connections that may wait to be accepted, and that may be open."""
-LAST_ANSWERS_S = 30
+LAST_ANSWERS_S = 2
 """Seconds for answers to go out, after calls that were not over have been ended."""
 
 
+@interrupted()
 def main(given: list[str] | None = None) -> int:
     """Serve until interrupted; what is wrong with the arguments is one line on stderr and exit status 2."""
     arguments = _parser().parse_args(given)
@@ -39,6 +40,8 @@ def main(given: list[str] | None = None) -> int:
     except DataflowError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt as error:
+        return status_of(error)
 
 
 def serve(arguments: argparse.Namespace, key: str | None) -> int:
@@ -92,9 +95,8 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
         )
         listener.listen(BACKLOG)
         _announce(service, listener, record)
-        for ending in (signal.SIGINT, signal.SIGTERM):  # uvicorn heeds them, and hands them on here when it has ended
-            signal.signal(ending, lambda *_: None)
-        asyncio.run(attend(server, service, listener, grace_s=arguments.grace))
+        with asked_to_end(lambda _: setattr(server, "should_exit", True)):  # uvicorn heeds but SIGHUP itself
+            asyncio.run(attend(server, service, listener, grace_s=arguments.grace))
         print(f"ended; {service.recorded} rollouts were recorded", flush=True)
     return 0
 
@@ -135,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cache-bytes", type=int, help="memory of the KV-cache; default: a share of what is free")
     add("--most-waiting", type=int, default=256, help="prompts that may wait for a slot; default: 256")
     add("--call-timeout", type=float, default=600.0, metavar="S", help="seconds a call may take; default: 600")
-    add("--grace", type=int, default=10, metavar="S", help="seconds for calls to end at shutdown; default: 10")
+    add("--grace", type=int, default=5, metavar="S", help="seconds for calls to end at shutdown; default: 5")
     add("--device", default="cpu", help="cpu, or cuda:N")
     add("--dtype", default="float32", help="float32, bfloat16 or float16")
     add("--threads", type=int, default=os.cpu_count() or 1, help="torch threads on a CPU")

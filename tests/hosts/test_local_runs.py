@@ -354,6 +354,34 @@ def test_control_c_reaches_the_scheduler_alone_and_ends_the_run_in_order(start: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_sigterm_to_all_processes_on_all_hosts_ends_the_run_in_order(start: Start) -> None:
+    run = start("--on", "local:2", "--place", PLACE, "--size", "0", "--seconds", "0.02")
+    run.further()
+    for pid in (run.process.pid, *descendants(run.process.pid)):
+        os.kill(pid, signal.SIGTERM)
+    assert run.process.wait(60) == 0, run.said()
+    run.is_clean()
+    assert run.folder.read_json("times.json")["outcome"] == "stopped" and run.faults() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_whose_agent_alone_gets_sigterm_leaves_after_a_checkpoint_and_the_run_goes_on(start: Start) -> None:
+    run = start("--on", "local:2", "--place", PLACE, "--size", "0", "--seconds", "0.02")
+    run.further()
+    agent = run.agents()["h2"]
+    os.kill(agent, signal.SIGTERM)
+    wait_until(lambda: not alive({agent}), 20.0, "the agent's end")
+    assert "host 'h2' was asked to end, and leaves; trainers write a checkpoint before" in run.said()
+    run.further()
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.process.wait(60) == 0, run.said()
+    run.is_clean()
+    assert {fault["cause"] for fault in run.faults()} == {"was on host 'h2', which has ended its agent"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_control_z_stops_the_workers_of_all_hosts_and_sigcont_lets_them_go_on(start: Start) -> None:
     run = start("--on", "local:2", "--place", PLACE, "--quiet", "--size", "0", "--seconds", "0.02", hang_s=3.0)
     run.further()

@@ -1,6 +1,7 @@
 """Inline runs of the real operators: bit for bit the same for a seed, versions right, staleness within its bound."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -243,3 +244,22 @@ def test_what_cannot_be_closed_leaves_nothing_else_open(tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="this cannot be closed"):
         run(fake_graph(generator=generator, trainer=FakeTrainer(model=model), count=16), on=inline(), runs=tmp_path)
     assert made and not {id(each) for each in made} - {id(each) for each in closed}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_an_inline_run_with_the_step_under_way(number: int, tmp_path: Path) -> None:
+    before, raised = signal.signal(signal.SIGHUP, signal.SIG_DFL), list[int]()
+
+    @scorer(isolate=False)
+    def judge(answer: str) -> float:
+        if answer == "20" and not raised:
+            raised.append(number)
+            signal.raise_signal(number)
+        return 0.0
+
+    try:
+        result = run(fake_graph(scorers=(judge,)), on=inline(), runs=tmp_path, quiet=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert result.verdict.clean and 0 < result.steps < 8
+    assert RunFolder.open(result.folder).read_json("times.json")["outcome"] == "stopped"

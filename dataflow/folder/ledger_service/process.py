@@ -18,6 +18,7 @@ from dataflow.folder.ledger_service.service import STOP, LedgerService
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, end, fork
 from dataflow.system.files import RunFolderError
+from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.log import log_to
 from dataflow.system.messages import Codec, MessageError
 from dataflow.system.security import RunKeys
@@ -140,8 +141,8 @@ class _Supervisor:
 
     def run(self, theirs: socket.socket) -> int:
         """The exit status."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTSTP):
-            signal.signal(number, signal.SIG_IGN)
+        leave_to_leader()
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         if self._log is not None:
             log_to(self._log)
         channel = Channel(theirs, _CODEC, START_S)

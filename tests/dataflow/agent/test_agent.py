@@ -3,6 +3,8 @@
 import re
 import socket
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from dataflow.agent.agent import Agent
 from dataflow.agent.digest import built, other_program, program_files, versions
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.forkserver_messages import End, Stay
-from dataflow.agent.messages import Join
+from dataflow.agent.messages import Bye, Join, Leaves
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.agent.silence import UNBEGUN_S, over
@@ -104,11 +106,11 @@ class FastClock:
         return self.now
 
 
-def agent(address: str, keys: RunKeys, folder: Path) -> Agent:
+def agent(address: str, keys: RunKeys, folder: Path, clock: Callable[[], float] | None = None) -> Agent:
     sockets = folder / "sockets"
     sockets.mkdir()
     told = AgentEnvironment(scheduler=address, keys="", folder=str(folder))
-    return Agent(told, keys, HOSTS[0], "127.0.0.1", sockets, FastClock())
+    return Agent(told, keys, HOSTS[0], "127.0.0.1", sockets, clock or FastClock())
 
 
 @pytest.mark.parametrize(("is_there", "said"), [
@@ -148,6 +150,28 @@ def test_an_agent_turns_to_the_scheduler_that_leads_the_run_now(tmp_path: Path) 
         thread.join(20)
         assert not thread.is_alive()
     finally:
-        joins.end()
+        joins.leave()
         thread.join(20)
         after.close()
+
+
+def test_an_agent_that_is_asked_to_end_says_so_and_does_where_no_scheduler_has_answered(
+    tmp_path: Path,
+) -> None:
+    keys = RunKeys.make()
+    scheduler = AgentsSocket("127.0.0.1", keys)
+    joins = agent(scheduler.address, keys, tmp_path, time.monotonic)
+    thread = threading.Thread(target=joins.run)
+    thread.start()
+    try:
+        said: list[Any] = []
+        wait_until(lambda: said.extend(scheduler.received(print)) or said, 20.0, "the agent")
+        joins.leave()
+        thread.join(20)
+        assert not thread.is_alive()
+        wait_until(lambda: said.extend(scheduler.received(print)) or isinstance(said[-1][1], Bye), 20.0, "its leave")
+        assert [type(message) for _, message in said if isinstance(message, Leaves | Bye)] == [Leaves, Bye]
+    finally:
+        joins.leave()
+        thread.join(20)
+        scheduler.close()

@@ -14,7 +14,19 @@ import pytest
 
 from dataflow.agent.digest import versions
 from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, SendSignal, Spawn, Stay
-from dataflow.agent.messages import Begin, Built, Bye, Failed, HandedOver, HandOver, Join, Pause, Paused, Refused
+from dataflow.agent.messages import (
+    Begin,
+    Built,
+    Bye,
+    Failed,
+    HandedOver,
+    HandOver,
+    Join,
+    Leaves,
+    Pause,
+    Paused,
+    Refused,
+)
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.errors import DeadlineError, Replaced, RunError
@@ -228,6 +240,12 @@ def test_a_host_whose_agent_is_gone_is_lost_soon_and_once(agents: Agents, monkey
         found = told_of(agents, "lost")
         lost = [each for each in found if each["event"] == "lost"]
         assert [(each["name"], each["cause"]) for each in lost] == [("h1", "has lost the connection of its agent")]
+
+
+def test_a_host_that_was_asked_to_end_is_told_of_before_it_does(agents: Agents) -> None:
+    with begun(agents, "h1") as (first,):
+        first.line.say(Leaves())
+        assert told_of(agents, "leaves")[-1]["name"] == "h1"
 
 
 def test_an_agent_that_gave_its_connection_up_after_a_silence_is_awaited() -> None:

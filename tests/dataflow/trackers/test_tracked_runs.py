@@ -71,7 +71,7 @@ def test_a_run_has_its_steps_and_losses_whatever_a_tracker_does(
     said: list[str] = []
     look, end = TrackersOfRun.look, TrackersOfRun.end
     monkeypatch.setattr(TrackersOfRun, "look", lambda of_run: said.extend(found := look(of_run)) or found)
-    monkeypatch.setattr(TrackersOfRun, "end", lambda of_run, outcome, say: end(of_run, outcome, said.append))
+    monkeypatch.setattr(TrackersOfRun, "end", lambda of_run, outcome, say, s: end(of_run, outcome, said.append, s))
     folder = done(policy, tmp_path, track=[Bad(how=how, at=at)], limits=Limits(track_s=2.0))
     assert losses(folder) == plain
     told = {text for text in said if "Bad" in text and not text.startswith("waiting")}

@@ -297,7 +297,7 @@ def command(*given, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_command_serves_a_folder_and_leaves_a_record(folder, tmp_path, ending):
     record = tmp_path / "rollouts.arrow"
     process = command("--model", folder, "--port", "0", "--record", record, "--api-key-env", "KEY", KEY="secret")

@@ -434,23 +434,33 @@ def test_a_second_control_c_ends_the_run_at_once(program: Callable[[str], Progra
     clean_as_far_as_it_came(running.runs)
 
 
-def test_a_run_that_is_terminated_leaves_no_process(program: Callable[[str], Program]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_a_run_ends_it_as_control_c_does(
+    number: int, program: Callable[[str], Program]
+) -> None:
+    """As a service manager or Slurm sends it, and a terminal that goes away."""
     running = program("endless")
     under_way(running)
     family = running.family()
-    running.process.terminate()
-    assert running.process.wait(60) != 0
+    for pid in family:
+        os.kill(pid, number)
+    assert running.process.wait(60) == 0, running.output()
+    assert running.outcome() == "stopped"
     wait_until(lambda: not alive(family), 5.0, "the end of all processes")
     clean_as_far_as_it_came(running.runs)
 
 
-def test_control_c_while_workers_start_ends_the_run(program: Callable[[str], Program]) -> None:
-    running = program("late")
-    wait_until((running.folder / "building").exists, 60.0, "the generator's start")
-    running.press_control_c()
-    time.sleep(0.5)  # the scheduler looks ten times a second; sooner would only make the test easier
-    (running.folder / "go-on").touch()
-    assert running.process.wait(30) == 0, (running.folder / "output").read_text()
+@pytest.mark.parametrize("kind", ["late", "loading"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_workers_start_ends_the_run_and_waits_for_none_of_them(
+    number: int, kind: str, program: Callable[[str], Program]
+) -> None:
+    running = program(kind)
+    wait_until((running.folder / "building").exists, 60.0, "the start")
+    family = running.family()
+    os.killpg(running.process.pid, number)
+    assert running.process.wait(30) == 0, running.output()
+    wait_until(lambda: not alive(family), 5.0, "the end of all processes")
     assert running.outcome() == "stopped"
     clean_as_far_as_it_came(running.runs)
 
