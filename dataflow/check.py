@@ -205,6 +205,25 @@ def unlike_temperatures(graph: Structure) -> Iterator[str]:
                 )
 
 
+def unrecorded_sampling(graph: Structure) -> Iterator[str]:
+    """What sampling leaves out or penalises is known to whoever compares log-probabilities with the generator's."""
+    operators = graph.operators.items()
+    of_models = {
+        name for name, operator in operators
+        if operator.traits.temperature is not None and not operator.trains and not isinstance(operator, Generate)
+    }  # fmt: skip
+    for name, operator in operators:
+        reads = {*operator.reads()}
+        if operator.traits.compares_logprobs or (not operator.trains and LOGPROBS in reads and of_models & reads):
+            for generator in generators_of(graph, name):
+                if (unrecorded := generator.traits.unrecorded) is not None:
+                    what, way_out = unrecorded
+                    yield (
+                        f"'{generator.name}' samples with {what}, and '{name}' compares these log-probabilities with "
+                        f"a model's, of the distribution without, so every ratio would be wrong; {way_out}"
+                    )
+
+
 def unlike_layouts(graph: Structure) -> Iterator[str]:
     """Messages that a generator lays out are no text that a judge could read as it stands."""
     for name, operator in graph.operators.items():
@@ -273,7 +292,7 @@ def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None
 _REASONS = (
     empty, unread_streams, two_trainers, frozen_trainer, missing_feedback, unknown_feedback, mixed_sources,
     evaluated_and_trained, filtered_evaluation, unlike_rounds, lonely_groups, too_little_in_flight, untrained_reader,
-    unlike_temperatures, unlike_layouts, unlike_prompts, too_few_prompts, too_large_groups,
+    unlike_temperatures, unrecorded_sampling, unlike_layouts, unlike_prompts, too_few_prompts, too_large_groups,
 )  # fmt: skip
 
 

@@ -29,6 +29,11 @@ class Traits:
     """Copies of its model among a trainer's processes."""
     temperature: float | None = None
     """At which it samples, or computes log-probabilities; None: it does neither."""
+    unrecorded: tuple[str, str] | None = None
+    """How a generator samples otherwise than its rows say, as `top_p=0.9`, and what to do: a model that computes their
+    log-probabilities has those of another distribution."""
+    compares_logprobs: bool = False
+    """Whether a trainer's loss compares its log-probabilities with the generator's."""
     chat: bool | None = None
     """Of a source, whether its prompts are chat messages; of others, whether they take prompts for such and lay them
     out. None: not known, or it reads no prompts as text."""

@@ -85,7 +85,7 @@ def build_native(
         token_bytes=tested.token_bytes,
         cache_bytes=declaration.cache_bytes,
         on_update=declaration.on_update,
-        record_mask=declaration.sampling_mask,
+        record_mask=declaration.records_mask,
         tensors=None if intake is None else intake.tensors,
         on_adopt=None if intake is None else intake.adopted,
     )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 
 from dataflow.model import Model, holds_adapters
 from dataflow.model_files import template_fault
-from dataflow.node import Generate, Traits
+from dataflow.node import Generate, Operator, Traits
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
 from dataflow.settable import GROUP, settable
 
 WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
 """How a generator's linear layers may compute."""
+TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Knobs that leave tokens out, with the values at which they do not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +73,9 @@ class GeneratorKnobs(Generate):
     engine: Literal["native", "vllm"] = "native"
     """Who makes the forward passes: this project's own engine, or vLLM in a process and, if need be, an environment of
     its own (the interpreter that DATAFLOW_VLLM_PYTHON names)."""
-    sampling_mask: bool = False
-    """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for the trainer."""
+    sampling_mask: bool | None = None
+    """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for the trainer; None:
+    where one of them is given, and this project's engine samples."""
     chat: bool = False
     """Prompts are chat messages as JSON, laid out by the tokenizer's chat template."""
 
@@ -88,8 +91,34 @@ class GeneratorKnobs(Generate):
             tensor_parallel=self.tensor_parallel, temperature=self.temperature, chat=self.chat,
             in_flight=self.in_flight, max_tokens=self.max_tokens, context_tokens=self.context_tokens, top_k=self.top_k,
             slots=self.slots, cache_bytes=self.cache_bytes,
-            sleeps=self.engine == "native" and not self.compile,
+            sleeps=self.engine == "native" and not self.compile, unrecorded=self._unrecorded,
         )  # fmt: skip
+
+    @property
+    def records_mask(self) -> bool:
+        """Whether its rows have the column sampling_mask."""
+        if self.sampling_mask is None:
+            return self.engine == "native" and bool(self._truncation)
+        return self.sampling_mask
+
+    @property
+    def _truncation(self) -> list[str]:
+        return [knob for knob, none in TRUNCATION.items() if getattr(self, knob) != none]
+
+    @property
+    def _unrecorded(self) -> tuple[str, str] | None:
+        if self.repetition_penalty != 1:
+            return f"repetition_penalty={self.repetition_penalty!r}", "leave it out, or take a loss without a ratio"
+        if self.records_mask or not self._truncation:
+            return None
+        knob = self._truncation[0]
+        way_out = "give it sampling_mask=True from the start" if self.engine == "native" else "leave it out"
+        return f"{knob}={getattr(self, knob)!r} and no sampling_mask", f"{way_out}, or take a loss without a ratio"
+
+    def _with(self, knob: str, value: Any) -> Operator:
+        """Rows keep the columns that they have while a run goes on."""
+        changed = super()._with(knob, value)
+        return changed._with("sampling_mask", self.records_mask) if knob in TRUNCATION else changed
 
     @property
     def quantized(self) -> str | None:
@@ -109,7 +138,7 @@ class GeneratorKnobs(Generate):
     def provides(self, columns: Columns) -> Columns:
         """The prompt's columns, the rollout's, its temperature and, where asked for, the sampling mask."""
         found = {**super().provides(columns), TEMPERATURE: pa.float64()}
-        return {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE} if self.sampling_mask else found
+        return {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE} if self.records_mask else found
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right, each as: what is wrong, what was found, what to do."""
@@ -154,7 +183,7 @@ class GeneratorKnobs(Generate):
         if self.engine not in ("native", "vllm"):
             found.append(f'\'{self.name}\' got engine={self.engine!r}, which is not known; use "native" or "vllm"')
         own = {"sampling_mask": False, "weights": "model", "tensor_parallel": 1, "compile": False}
-        unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
+        unlike = [knob for knob, value in own.items() if (getattr(self, knob) or value) != value]
         if self.engine == "vllm" and unlike:
             found.append(
                 f"'{self.name}' runs on vLLM, which does not serve {unlike[0]}, but got {unlike[0]}="

@@ -122,4 +122,4 @@ def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> Partia
         )
         for source in context.columns
     }  # fmt: skip
-    return PartialRollouts(files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.sampling_mask)
+    return PartialRollouts(files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.records_mask)

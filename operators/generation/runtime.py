@@ -312,7 +312,7 @@ class GeneratorRuntime(Runtime):
             by_source.setdefault(group.source, []).append(group)
         self._complete = []
         batches = []
-        masks = self._declaration.sampling_mask
+        masks = self._declaration.records_mask
         for source, complete in by_source.items():
             made = answers if source in self._context.episodes else partial(groups.rollouts, masks=masks)
             batches.append(Batch(source, made(complete, self.tokenizer, self._ends)))

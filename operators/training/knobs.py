@@ -104,6 +104,7 @@ class TrainerKnobs(Learn):
             queue_prompts=self.queue_prompts, micro_batch_tokens=self.micro_batch_tokens,
             gradient_checkpointing=self.gradient_checkpointing, sleeps=True,
             copies_weights=self.offload or self.copy_weights,
+            compares_logprobs=LOGPROBS in self.loss_function.columns,
         )  # fmt: skip
 
     @cached_property

@@ -12,9 +12,11 @@ from dataflow.check import faults
 from dataflow.node import Transform
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
-from dataflow.records import Array
+from dataflow.records import SAMPLING_MASK, Array
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
-from operators import Demonstrations, Generator, Logprobs, Prompts, RewardModel, Values, episode
+from operators import Demonstrations, Generator, Logprobs, Prompts, RewardModel, Trainer, Values, episode
+from operators.losses import aipo, rloo, with_kl
+from operators.rewards import kl_penalty
 
 POLICY = Model("policy")
 CRITIC = Model("critic", head="value")
@@ -359,6 +361,30 @@ def _with_generator(**knobs: Any) -> Graph:
     return graph
 
 
+def _trained(loss: Callable[..., Any], then: Callable[..., Any] = advantage, **knobs: Any) -> Graph:
+    graph, generator = Graph("trained"), Generator(POLICY, **knobs)
+    trainer = Trainer(POLICY, loss=loss, prompts_per_step=4)
+    trainer(then(reward(Logprobs(POLICY.frozen())(generator(graph.source(FakePrompts()))))))
+    graph.feedback(trainer.weights, generator, max_staleness=0)
+    return graph
+
+
+def a_penalty_that_no_ratio_knows_of() -> None:
+    _trained(aipo, repetition_penalty=1.2).check()
+
+
+def truncation_without_a_record() -> None:
+    _trained(aipo, top_p=0.9, sampling_mask=False).check()
+
+
+def truncation_before_a_scorer_that_compares() -> None:
+    _trained(with_kl(rloo), lambda stream: advantage(kl_penalty(stream)), min_p=0.1, engine="vllm").check()
+
+
+def truncation_of_a_live_run_that_records_none() -> None:
+    _trained(aipo).set_knobs({"generator.top_k": 5})
+
+
 def groups_that_no_edge_can_hold() -> None:
     _with_generator(group_size=64, max_tokens=1 << 23, sampling_mask=True, top_k=7).check()
 
@@ -505,6 +531,10 @@ REFUSED: dict[Callable[[], None], str] = {
     too_little_in_flight: r"'generator' may hold 32 prompts in flight but one step of 'trainer' needs 64.*deadlock",
     queue_too_short: r"'trainer' may queue 4 prompts but one of its steps needs 8.*deadlock; raise",
     unlike_temperatures: r"'generator' samples at temperature 1.0 but 'trainer' .* at 0.5.*same temperature",
+    a_penalty_that_no_ratio_knows_of: r"with repetition_penalty=1.2, and 'trainer' compares.*leave it out",
+    truncation_without_a_record: r"with top_p=0.9 and no sampling_mask, and 'trainer' .*give it sampling_mask=True",
+    truncation_before_a_scorer_that_compares: r"min_p=0.1 and no .*'kl_penalty' compares.*leave it out",
+    truncation_of_a_live_run_that_records_none: r"with top_k=5 and no .*give it sampling_mask=True from the start",
     unlike_temperature_of_a_reference: r"at temperature 1.0 but 'ref_logprobs' computes .* at 0.5.*same temperature",
     judge_that_reads_chats_as_text: r"'generator' lays prompts out as chat.*'score' would read.*give 'score' chat=True",
     chats_for_a_generator_of_texts: (
@@ -587,6 +617,21 @@ def test_the_temperature_of_a_critics_trainer_is_nobodys_concern() -> None:
     graph.feedback(trainer.weights, generator, max_staleness=0)
     graph.feedback(critic.weights, values, max_staleness=0)
     assert list(faults(graph)) == []
+
+
+def test_what_truncation_leaves_is_recorded_by_itself_and_as_long_as_a_run_goes_on() -> None:
+    truncated, plain = _trained(aipo, top_p=0.7), _trained(aipo, sampling_mask=True)
+    assert SAMPLING_MASK in Generator(POLICY, top_k=5).provides({})
+    assert SAMPLING_MASK not in Generator(POLICY, top_k=5, engine="vllm").provides({})
+    for graph in (truncated, plain, truncated.set_knobs({"generator.top_p": 1.0})):
+        assert list(faults(graph)) == []
+        assert SAMPLING_MASK in graph.set_knobs({"generator.min_p": 0.1}).operators["generator"].provides({})
+    assert SAMPLING_MASK not in _trained(aipo).set_knobs({"generator.top_p": 1.0}).operators["generator"].provides({})
+
+
+def test_losses_without_a_ratio_may_be_of_any_sampling() -> None:
+    for knobs in ({"repetition_penalty": 1.2}, {"top_p": 0.9, "engine": "vllm"}):
+        assert list(faults(_trained(with_kl(rloo), **knobs))) == []
 
 
 def test_a_graph_that_trains_nothing_may_read_with_any_model() -> None:

@@ -45,7 +45,7 @@ def test_a_knob_that_cannot_be_right_is_named_with_a_way_out(knob, value):
 
 
 def test_it_adds_the_rollout_columns_and_shows_its_knobs():
-    generator = Generator(MODEL, group_size=4, top_p=0.9)
+    generator = Generator(MODEL, group_size=4, top_p=0.9, sampling_mask=False)
     made = {**PROMPT_COLUMNS, **ROLLOUT_COLUMNS, TEMPERATURE: pa.float64()}
     assert dict(generator.provides(PROMPT_COLUMNS)) == made
     assert generator.rollouts_per_prompt == 4

@@ -11,11 +11,14 @@ from dataflow import Graph, main  # noqa: E402
 from rigs.graphs import tiny_graph  # noqa: E402
 
 
-def build(*, policy: str, max_staleness: int = 0, eval_every: int = 4, checkpoint_every: int = 2) -> Graph:
+def build(
+    *, policy: str, max_staleness: int = 0, eval_every: int = 4, checkpoint_every: int = 2, sampling_mask: bool = False
+) -> Graph:
     """A tiny run."""
     return tiny_graph(
-        Path(policy), max_staleness=max_staleness, eval_every=eval_every, checkpoint_every=checkpoint_every
-    )
+        Path(policy), max_staleness=max_staleness, eval_every=eval_every, checkpoint_every=checkpoint_every,
+        generator_knobs={"sampling_mask": sampling_mask},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

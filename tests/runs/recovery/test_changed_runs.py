@@ -96,7 +96,7 @@ def storm(tmp_path: Path, policy: Path, machine: None) -> Iterator[Callable[[], 
         command = [
             sys.executable, str(ROOT / "tests" / "rigs" / "resumable.py"), "--policy", str(policy), "--runs",
             str(tmp_path / "runs"), "--quiet", "--eval-every", "1000000", "--max-staleness", "2",
-            "--checkpoint-every", "20",
+            "--checkpoint-every", "20", "--sampling-mask",
         ]  # fmt: skip
         environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
         output = tmp_path / "output"
