@@ -8,7 +8,7 @@ from dataflow.draw.labels import xml
 _CHART = (
     ".dataflow-graph .end{text-anchor:end}.dataflow-graph .middle{text-anchor:middle}"
     ".dataflow-graph .changed{stroke-dasharray:4 3}"
-    ".dataflow-graph .mark{font-size:11px;font-weight:600}"
+    ".dataflow-graph .mark{font-size:11px;font-weight:600}.dataflow-graph .said{font-size:10.5px;font-weight:400}"
     ".dataflow-graph .line{stroke-linejoin:round;stroke-width:2}"
     ".dataflow-graph .raw .line{stroke-width:1;stroke-opacity:.4}"
     ".dataflow-graph .bar .line{stroke-width:14;stroke-linecap:butt}"

@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 from xml.etree import ElementTree
@@ -504,6 +506,39 @@ def test_the_curve_has_axes_a_legend_and_a_dot_per_evaluation() -> None:
     assert {"reward, mean of a step", "its running mean", "accuracy on held-out prompts"} <= set(words)
     assert "0.20" in words and "0.50" in words
     assert svg.count("<circle") == 3
+
+
+def boxes_and_points(svg: str) -> tuple[list[tuple[float, float, float, float]], list[list[tuple[float, float]]]]:
+    """Where labels of the curve stand, on the narrow side, and what the lines run through."""
+    root = ElementTree.fromstring(svg)
+    boxes = []
+    for each in root.iter(f"{SVG}text"):
+        if "mark" in (kind := each.get("class") or ""):
+            x, y, wide = float(each.get("x") or 0), float(each.get("y") or 0), 5.0 * len(each.text or "")
+            left = x - wide if "end" in kind else x
+            boxes.append((left, left + wide, y - 8, y))
+    paths = [each.get("d") or "" for group in root.iter(f"{SVG}g") for each in group.iter(f"{SVG}path")]
+    lines = [re.findall(r"(-?[\d.]+) (-?[\d.]+)", path) for path in paths if "L" in path]
+    return boxes, [[(float(x), float(y)) for x, y in line] for line in lines]
+
+
+@pytest.mark.parametrize("rise", [-0.9, -0.3, 0.0, 0.3, 0.9])
+@pytest.mark.parametrize("reward", [0.1, 0.5, 0.95])
+def test_no_word_of_the_curve_lies_on_a_line(rise: float, reward: float) -> None:
+    metrics = [{"step": step, "reward_mean": reward + 0.02 * math.sin(step)} for step in range(1, 61)]
+    low = max(0.0, -rise)
+    metrics += [{"step": step, "eval_accuracy": low + rise * step / 60} for step in (0, 30, 60)]
+    boxes, lines = boxes_and_points(
+        reward_curve_svg(metrics, marks=[(20, "reward = strict"), (40, "trainer.lr = 1e-6")])
+    )
+    assert len(boxes) == 4 and len(lines) == 3
+    for (left, right, top, bottom), line in itertools.product(boxes, lines):
+        for (x0, y0), (x1, y1) in pairwise(line):
+            for part in range(101):
+                x, y = x0 + (x1 - x0) * part / 100, y0 + (y1 - y0) * part / 100
+                assert not (left < x < right and top < y < bottom), "a line runs through it"
+    for (a, b, c, d), (e, f, g, h) in itertools.combinations(boxes, 2):
+        assert not (a < f and e < b and c < h and g < d), "two words stand on one place"
 
 
 def test_the_curve_has_a_line_with_its_words_where_something_changed() -> None:
