@@ -106,13 +106,17 @@ def _versions() -> str:
     return f"{told}, from {Path(__file__).parents[1]}"
 
 
-def check(run: Run = Path("runs/latest")) -> int:
-    """Recompute the ledger's identity from a run folder alone; status 1 when it does not hold.
+def check(
+    run: Run = Path("runs/latest"), *, deep: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+) -> int:  # fmt: skip
+    """Recompute the ledger's identity from a run folder alone, and see whether its files are as they were written;
+    status 1 when not.
 
     Args:
         run: the run folder.
+        deep: read all checkpoints, whatever their size.
     """
-    return report(run)
+    return report(run, deep=deep)
 
 
 def show(run: Run = Path("runs/latest")) -> int:

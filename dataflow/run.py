@@ -31,7 +31,7 @@ from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.history.environment import KEY as ENVIRONMENT
 from dataflow.history.environment import environment
-from dataflow.history.launch import KEY, Launch
+from dataflow.history.launch import KEY, Launch, trusted
 from dataflow.history.resume import Begun, RecordedRun, check_same, go_on_with, has_begun, take_up
 from dataflow.history.summary import summarize
 from dataflow.history.verify import Verdict, verify
@@ -326,7 +326,7 @@ def check_start(
     if resume is None:
         _check_files(graph)
     else:
-        before = RunFolder.open(resume)
+        before = trusted(RunFolder.open(resume))
         recorded = RecordedRun.read(before)
         check_same(before, recorded, graph_facts(graph), seed)
         track = recorded.config.get(TRACK) if track is None else track
@@ -353,6 +353,8 @@ def _held_over_hosts(
     """The run in the hands of this process until `open_` ends, and the process that keeps it there, which can serve the
     ledger to other hosts. Errors: as `run_hold.held`."""
     hold = open_.enter_context(run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S), told=told))
+    if folder.ledger.exists():
+        Ledger.prove(folder.ledger)
     return hold, open_.enter_context(LedgerProcess(hold.check, folder.logs / "ledger.log"))
 
 

@@ -1,11 +1,23 @@
-"""Reads Arrow files of a run: whole, batch by batch, or their columns alone; what is read is checked first."""
+"""Reads Arrow files of a run: whole, batch by batch, or their columns alone; what is read is proved first."""
 
+import io
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
+import xxhash
 
 from dataflow.system.files import RunFolderError, disk
+
+SUM = b"xxh3_64:"
+"""In the footer of a file, in front of the sum of all its bytes, with `NO_SUM` in the place of the sum."""
+NO_SUM = b"0" * 16
+_TAIL_BYTES = 1 << 20
+"""Of a file, in which its footer lies."""
+_CHUNK_BYTES = 1 << 22
+_DAMAGED = (pa.ArrowException, OSError, ValueError)
+"""What Arrow raises where it reads what it did not write."""
 
 
 def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
@@ -13,15 +25,16 @@ def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
     Errors: RunFolderError."""
     try:
         with disk("reading", path):
-            source = pa.OSFile(str(path)) if without else path.read_bytes()
-        reader = pa.ipc.open_file(source)
+            content = path.read_bytes()
+        _prove(path, io.BytesIO(content))
+        reader = pa.ipc.open_file(content)
         if without:
             kept = [at for at, name in enumerate(reader.schema.names) if name not in without]
-            reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=kept))
+            reader = pa.ipc.open_file(content, options=pa.ipc.IpcReadOptions(included_fields=kept))
         table = reader.read_all()
         table.validate(full=True)
         return table
-    except pa.ArrowException as error:
+    except _DAMAGED as error:
         raise _damaged(path, error) from error
 
 
@@ -29,7 +42,9 @@ def stream_arrow(path: Path, columns: Collection[str] | None = None) -> Iterator
     """The rows of an Arrow IPC file batch by batch, each checked, so that a large file needs little memory. columns:
     of which it has some; None: all. Errors: RunFolderError."""
     try:
-        with disk("reading", path), pa.OSFile(str(path)) as file:
+        with disk("reading", path), path.open("rb") as whole:
+            _prove(path, whole)
+        with pa.OSFile(str(path)) as file:
             reader = pa.ipc.open_file(file)
             if columns is not None:
                 wanted = [at for at, name in enumerate(reader.schema.names) if name in columns]
@@ -38,21 +53,43 @@ def stream_arrow(path: Path, columns: Collection[str] | None = None) -> Iterator
                 batch = reader.get_batch(number)
                 batch.validate(full=True)
                 yield batch
-    except pa.ArrowException as error:
+    except _DAMAGED as error:
         raise _damaged(path, error) from error
 
 
 def arrow_schema(path: Path) -> pa.Schema:
     """The columns of an Arrow IPC file. Errors: RunFolderError."""
     try:
-        with disk("reading", path), pa.OSFile(str(path)) as file:
+        with disk("reading", path):
+            file = pa.OSFile(str(path))
+        with file:
             return pa.ipc.open_file(file).schema
-    except pa.ArrowException as error:
+    except _DAMAGED as error:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> RunFolderError:
+def _prove(path: Path, file: BinaryIO) -> None:
+    """Errors: RunFolderError where the sum that a file says of itself is not that of its bytes. One of an earlier
+    release says none."""
+    before = max(0, file.seek(0, io.SEEK_END) - _TAIL_BYTES)
+    file.seek(before)
+    tail = file.read()
+    at = tail.rfind(SUM) + len(SUM)
+    if at < len(SUM):
+        if getattr(pa.ipc.open_file(file), "metadata", None):
+            raise _damaged(path, "its sum is not where it was written")
+        return
+    digest = xxhash.xxh3_64()
+    file.seek(0)
+    while left := before - file.tell():
+        digest.update(file.read(min(left, _CHUNK_BYTES)))
+    digest.update(tail[:at] + NO_SUM + tail[at + len(NO_SUM) :])
+    if tail[at : at + len(NO_SUM)] != digest.hexdigest().encode():
+        raise _damaged(path, "its bytes do not have the sum that it was written with")
+
+
+def _damaged(path: Path, error: object) -> RunFolderError:
     return RunFolderError(
-        f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: "
-        f"take it from a backup, or resume from a checkpoint before it"
+        f"'{path}' is not a whole Arrow file: {error}; it was damaged after it was written: take it from a backup; a "
+        f"resume that needs it trains its step again, from groups drawn anew"
     )

@@ -2,8 +2,8 @@
 generate finished rollouts again.
 
 Each process appends to files of its own, <node>/<replica>-<attempt>-<number>.<source>.<kind>, and removes one when
-nobody needs its groups. A file ends where a crash tore it: what stands before is whole, because each batch is checked
-when it is read.
+nobody needs its groups. A file ends where a crash tore it: what stands before is whole, because behind each batch is
+its seal, an empty batch whose metadata has the sum of all bytes before it, and no batch is read without it.
 """
 
 import contextlib
@@ -13,16 +13,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from dataflow.folder.partial_rollouts import LINE, SCHEMA, PartialRow, arrow_rows, joined, row_at
 from dataflow.records import GROUP_ID
 from dataflow.system.files import disk
 from dataflow.tokens.ragged import group_slices
 
+SEAL = b"xxh3_64"
+_MESSAGE = b"\xff\xff\xff\xff"
+"""How a message of Arrow's begins; the size of its head follows."""
 FILE_BYTES = 32 << 20
 """After so much a file is ended and another begun, so that the disk is given back."""
 
@@ -33,18 +37,72 @@ class File:
 
     path: Path
     groups: set[int] = field(default_factory=set)
+    damage: str = ""
+    """What `read` found that no crash leaves."""
 
     def read(self) -> Iterator[pa.RecordBatch]:
-        """The whole batches, mapped into memory, up to where a crash tore the file."""
-        with contextlib.suppress(pa.ArrowException, OSError, EOFError):
-            reader = pa.ipc.open_stream(pa.memory_map(str(self.path)))
+        """The whole batches, mapped into memory, up to where a crash tore the file, or somebody damaged it."""
+        proved, behind = 0, 0
+        content, ended = memoryview(b""), False
+        with contextlib.suppress(pa.ArrowException, OSError, EOFError, ValueError):
+            content = memoryview(pa.memory_map(str(self.path)).read_buffer())
+            digest, rows = xxhash.xxh3_64(), list[pa.RecordBatch]()
+            source = pa.BufferReader(pa.py_buffer(content))
+            reader = pa.ipc.open_stream(source)
             while True:
+                begin = source.tell()
                 try:
-                    batch = reader.read_next_batch()
+                    batch, said = reader.read_next_batch_with_custom_metadata()
                 except StopIteration:
-                    return
-                batch.validate(full=True)
-                yield batch
+                    ended = True
+                    break
+                if said is None or SEAL not in said:
+                    batch.validate(full=True)
+                    rows.append(batch)
+                    continue
+                digest.update(content[proved:begin])
+                if said[SEAL] != digest.hexdigest().encode():
+                    break
+                proved, behind = begin, source.tell()
+                yield from rows
+                rows.clear()
+        if not ended and _has_seal(bytes(content[behind:])):
+            self.damage = f"'{self.path}' was damaged behind byte {behind}: groups that stand there are drawn anew"
+
+
+def _has_seal(content: bytes) -> bool:
+    """Whether some seal is there whole, so that what stands before it was."""
+    at = content.find(SEAL)
+    begin = content.rfind(_MESSAGE, 0, max(at, 0)) + len(_MESSAGE)
+    return at >= 0 and begin + 4 + int.from_bytes(content[begin : begin + 4], "little") <= len(content)
+
+
+class SealedWriter:
+    """Writes such a file."""
+
+    closed = False
+
+    def __init__(self, file: IO[bytes], schema: pa.Schema) -> None:
+        self.flush, self._file = file.flush, file
+        self._digest = xxhash.xxh3_64()
+        self._stream = pa.ipc.new_stream(self, schema)
+
+    def write(self, content: Any) -> int:
+        """For Arrow: sums what goes into the file."""
+        self._digest.update(content)
+        return self._file.write(content)
+
+    def write_batch(self, rows: pa.RecordBatch) -> None:
+        """A batch, and its seal."""
+        self._stream.write_batch(rows)
+        self._stream.write_batch(rows.slice(0, 0), custom_metadata={SEAL: self._digest.hexdigest().encode()})
+        self._file.flush()
+
+    def close(self) -> None:
+        """The stream ends; the file is its owner's."""
+        if not self.closed:
+            self.closed = True
+            self._stream.close()
 
 
 class GroupFiles:
@@ -74,8 +132,8 @@ class GroupFiles:
         self._folder, self._ending, self._replica, self._attempt = folder, f"{source}.{self.kind}", replica, attempt
         self._file_bytes, self._waited_for = file_bytes, waited_for
         self._file: File | None = None
-        self._sink: pa.OSFile | None = None
-        self._writer: pa.ipc.RecordBatchStreamWriter | None = None
+        self._sink: IO[bytes] | None = None
+        self._writer: SealedWriter | None = None
         self._by_group: dict[int, list[File]] = {}
         self._found: dict[int, list[pa.RecordBatch]] = {}
         """Rows of earlier processes by group, mapped into memory, not read into it."""
@@ -144,13 +202,13 @@ class GroupFiles:
         replica, _, rest = path.name.partition("-")
         return replica == str(self._replica) or rest.startswith("part")
 
-    def _open(self, schema: pa.Schema) -> tuple[pa.ipc.RecordBatchStreamWriter, File]:
+    def _open(self, schema: pa.Schema) -> tuple[SealedWriter, File]:
         if self._writer is None or self._file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             names = (f"{self._replica}-{self._attempt}-{number}.{self._ending}" for number in itertools.count())
             self._file = File(next(path for name in names if not (path := self._folder / name).exists()))
-            self._sink = pa.OSFile(str(self._file.path), "wb")
-            self._writer = pa.ipc.new_stream(self._sink, schema)
+            self._sink = self._file.path.open("wb")
+            self._writer = SealedWriter(self._sink, schema)
         return self._writer, self._file
 
     def _end(self) -> None:

@@ -11,7 +11,7 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.folder.finished import File
+from dataflow.folder.finished import File, SealedWriter
 from dataflow.records import GROUP_ID, VERSIONS
 from dataflow.staleness import newest_versions
 from dataflow.system.files import disk, write_atomically
@@ -43,9 +43,10 @@ def _rewrite(path: Path, newest: int, keep: Keep) -> int:
     left = [batch for batch in kept if batch.num_rows]
 
     def write(file: IO[bytes]) -> None:
-        with pa.ipc.new_stream(file, left[0].schema) as writer:
-            for batch in left:
-                writer.write_batch(batch)
+        writer = SealedWriter(file, left[0].schema)
+        for batch in left:
+            writer.write_batch(batch)
+        writer.close()
 
     if taken_out and left:
         write_atomically(path, write, what="rewriting")

@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import pyarrow as pa
+import xxhash
 
-from dataflow.folder.arrow_reading import read_arrow
+from dataflow.folder.arrow_reading import NO_SUM, SUM, read_arrow
 from dataflow.folder.placing import Placing
 from dataflow.system.files import RunFolderError, disk, flush_to_disk, write_atomically
 
@@ -16,6 +17,8 @@ COMPRESSED_BYTES = 1 << 20
 """Of rows, from which on a file of them is compressed: 4 ms for each MiB, of which 0.4 MiB are left. Smaller ones would
 cost a short step, and whoever reads thousands of them, more than they save."""
 _ZSTD = pa.Codec("zstd", 1)
+_FOOTER_BYTES = 1 << 20
+"""Of a write in which the sum's place is looked for, at most."""
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch]
 
@@ -100,7 +103,31 @@ def _table(path: Path, rows: pa.RecordBatch | Iterable[pa.RecordBatch]) -> pa.Ta
         ) from error
 
 
+class _Summing:
+    """A file that sums what goes into it, and knows where its sum is to stand."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.flush, self._file = file.flush, file
+        self._digest, self._place = xxhash.xxh3_64(), 0
+
+    def write(self, content: Any) -> int:
+        """As a file has it."""
+        self._digest.update(content)
+        if (at := bytes(content).rfind(SUM + NO_SUM) if len(content) < _FOOTER_BYTES else -1) >= 0:
+            self._place = self._file.tell() + at + len(SUM)
+        return self._file.write(content)
+
+    def close(self) -> None:
+        """Put the sum in its place."""
+        self._file.seek(self._place)
+        self._file.write(self._digest.hexdigest().encode())
+
+
 def _put_table(file: BinaryIO, table: pa.Table) -> None:
     options = pa.ipc.IpcWriteOptions(compression=_ZSTD if table.nbytes >= COMPRESSED_BYTES else None)
-    with pa.ipc.new_file(file, table.schema, options=options) as writer:
+    sink = _Summing(file)
+    with pa.ipc.new_file(sink, table.schema, options=options, metadata={"sum": SUM + NO_SUM}) as writer:
         writer.write_table(table)
+    sink.close()

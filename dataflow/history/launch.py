@@ -1,12 +1,14 @@
 """How a run was started, so that it can be started again: the program, its arguments, its working directory."""
 
 import contextlib
+import grp
 import importlib.machinery
 import importlib.util
 import os
 import pwd
 import runpy
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from dataflow.system.files import plain
 
 KEY = "launch"
 """In config.json."""
+TRUSTED = "DATAFLOW_TRUSTED"
+"""In the environment: the run folder whose program was started, after its owners were looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,7 @@ def start_again(folder: RunFolder, *more: str, trust: bool = False, origin: str 
         )
     command = launch.command(*more)
     check_owner(folder, launch, trust, origin=origin)
+    os.environ[TRUSTED] = str(folder.path)
     os.chdir(launch.folder)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -133,23 +138,58 @@ def start_again(folder: RunFolder, *more: str, trust: bool = False, origin: str 
 def check_owner(
     folder: RunFolder, launch: Launch, trust: bool, ask: Callable[[str], bool] | None = None, origin: str = ""
 ) -> None:
-    """Have the program that another user's folder names run only if this user wants it: it would run with his rights.
-    So with a folder that was made from an address, `origin`.
+    """Have the program that a folder names which others could have written run only if this user wants it: it would run
+    with his rights. So with a folder that was made from an address, `origin`.
 
     ask: puts a question to somebody; None: at the terminal, if there is one. Errors: RunError when nobody says yes.
     """
-    strangers = {path.stat().st_uid for path in (folder.path, folder.path / "config.json")} - {os.getuid()}
-    if trust or not (strangers or origin):
+    doubts = _doubts(folder.path) or ([f"belongs to whoever may write at '{origin}'"] if origin else [])
+    if trust or not doubts:
         return
-    owners = " and ".join(map(_user, sorted(strangers))) if strangers else f"whoever may write at '{origin}'"
+    why = f"'{folder.path}' {', and '.join(doubts)}"
     wanted = f"{launch.program} {shlex.join(launch.arguments)}".strip()
     if ask is None:
         ask = _ask if sys.stdin.isatty() and sys.stderr.isatty() else lambda question: False
-    if not ask(f"'{folder.path}' belongs to {owners}, and names a program to run as {_user(os.getuid())}: {wanted}"):
+    if not ask(f"{why}, and names a program to run as {_user(os.getuid())}: {wanted}"):
         raise RunError(
-            f"'{folder.path.name}' belongs to {owners}, and what it names would run with your rights: {wanted} in "
-            f"'{launch.folder}'; look at it, then say yes at a terminal, or give --trust"
+            f"{why}, and what it names would run with your rights: {wanted} in '{launch.folder}'; look at it, then say "
+            f"yes at a terminal, or give --trust"
         )
+
+
+def trusted(folder: RunFolder) -> RunFolder:
+    """The same for a program that goes on with a run: the folder names what it runs beside, operators that were swapped
+    in and trackers. Errors: RunError unless `start_again` has looked already."""
+    if (doubts := _doubts(folder.path)) and os.environ.get(TRUSTED) != str(folder.path):
+        raise RunError(
+            f"'{folder.path}' {', and '.join(doubts)}, and what it names would run with your rights; look at it, then "
+            f"go on with dataflow resume --trust, or have it belong to you alone (chown, chmod go-w)"
+        )
+    return folder
+
+
+def _doubts(folder: Path) -> list[str]:
+    """Why others than this user could have written what a run folder has run: `belongs to user 'a'`."""
+    found: dict[str, None] = {}
+    for path in (folder, *sorted(folder.glob("ledger.db*")), folder / "config.json", folder / "graph.json"):
+        which = "" if path == folder else f"has a {path.name} that "
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if status.st_uid != os.getuid():
+                found[f"{which}belongs to {_user(status.st_uid)}"] = None
+            if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and _has_others(status)):
+                found[f"{which}may be written by others (mode {stat.S_IMODE(status.st_mode):o})"] = None
+    return list(found)
+
+
+def _has_others(status: os.stat_result) -> bool:
+    """Whether others than its owner are in the group of a file: not in one of his own name, which many systems give to
+    each user, and not in one without a name."""
+    with contextlib.suppress(KeyError):
+        group = grp.getgrgid(status.st_gid)
+        owner = pwd.getpwuid(status.st_uid).pw_name
+        return group.gr_name != owner or not {owner}.issuperset(group.gr_mem)
+    return False
 
 
 def _ask(question: str) -> bool:

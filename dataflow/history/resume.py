@@ -1,18 +1,25 @@
 """Takes up a run in its own folder: whether it may go on, how far it had come, and what is put in order before."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from dataflow.errors import GraphError, RunError
+from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.rollback import number_finished
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph
 from dataflow.history.describe import consumers, described
+from dataflow.records import GROUP_ID
+from dataflow.structure import own_folder
 from dataflow.system.files import RunFolderError, to_json
 from dataflow.system.optional_files import Kind
 from dataflow.worker.kept_counts import EdgeSums, known_edges
@@ -149,8 +156,10 @@ def take_up(folder: RunFolder, graph: Graph, recorded: RecordedRun, steps: int |
     consumed = consumers(graph)
     ledger = _ledger(folder, consumed)
     with ledger:
-        ledger.check()
         made = {name: ledger.last_step(name) for name, op in graph.operators.items() if op.trains}
+        for name in made:
+            if lost := forgotten(folder, ledger, name, own_folder(graph, name)):
+                raise RunError(lost)
         check_end(folder.path.name, recorded, steps, made)
         rounds = {}
         for name in consumed:
@@ -167,6 +176,37 @@ def take_up(folder: RunFolder, graph: Graph, recorded: RecordedRun, steps: int |
         busy_seconds=times.get("busy_seconds", {}), beside_seconds=times.get("beside_seconds", {}),
         edges=known_edges(times.get("edges")),
     )  # fmt: skip
+
+
+def forgotten(folder: RunFolder, ledger: Ledger, node: str, own: str | None) -> str:
+    """What a run's files show that its ledger has committed and does not know; empty: nothing. node: a trainer. own:
+    its folder, where it has one.
+
+    The file of a step is written once the step before it is committed, and the groups in it were issued; a checkpoint
+    is marked once its step is, on the disk itself."""
+    files, marked = folder.rollouts_of(own).files("step"), folder.checkpoints_of(own).steps()
+    known = ledger.furthest_step(node)
+    shown = max([*(step - 1 for step, _ in files), *marked], default=0)
+    begun = shown <= known and files and files[-1][0] > known
+    if shown <= known and not (begun and _are_unknown(folder, ledger, node, files[-1][1])):
+        return ""
+    last = f"checkpoints/step-{shown:06d}" if shown in marked else files[-1][1].relative_to(folder.path)
+    return (
+        f"ledger.db knows '{node}' up to step {known}, but {last} is there: what was committed last is lost, with "
+        f"ledger.db-wal or by a power cut; put both files back as they were, or move what is of steps after {known} "
+        f"away from rollouts/ and checkpoints/ to have them made anew"
+    )
+
+
+def _are_unknown(folder: RunFolder, ledger: Ledger, node: str, path: Path) -> bool:
+    """Whether the groups in a file were never issued by the one source of a trainer."""
+    sources = ledger.sources(node)
+    if len(sources) != 1:
+        return False
+    with contextlib.suppress(RunFolderError, pa.ArrowException, KeyError):
+        newest = pc.max(read_arrow(path).column(GROUP_ID)).as_py()
+        return newest is not None and int(newest) >= ledger.next_group_id(sources[0])
+    return False
 
 
 def has_begun(folder: RunFolder) -> bool:
@@ -188,6 +228,7 @@ def go_on_with(folder: RunFolder, launch: object) -> str:
 def _ledger(folder: RunFolder, consumed: Mapping[str, list[str]]) -> Ledger:
     """The run's; a new one where the run ended before it had done anything."""
     if folder.ledger.exists():
+        Ledger.prove(folder.ledger)
         return Ledger.open(folder.ledger)
     left = [path for path in (folder.rollouts, folder.path / "checkpoints") if any(path.rglob("*.*"))]
     if left or folder.metrics.exists():

@@ -1,6 +1,5 @@
 """One rollout of a run, found in its Arrow files and printed: prompt, text, tokens, scores, and what became of it."""
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from rich.text import Text
 from dataflow import records
 from dataflow.errors import RunError
 from dataflow.folder.arrow_reading import read_arrow
+from dataflow.folder.finished import File
 from dataflow.folder.ledger import Fate, Ledger
 from dataflow.folder.retention import KNOB, not_kept
 from dataflow.folder.run_folder import RunFolder
@@ -138,7 +138,7 @@ def _in_file(
     folder: RunFolder, ledger: Ledger, path: Path, outcome: str, step: int | None, rollout_id: int
 ) -> list[FoundRollout]:
     """The rollouts with this id in a file. One of a step has the rows of its sources in the order of their names."""
-    tables = [read_arrow(path)] if outcome else list(_stream(path))
+    tables = [read_arrow(path)] if outcome else map(pa.Table.from_batches, zip(File(path).read()))
     rows = [
         row for table in tables
         for row in table.filter(pc.equal(table.column(records.ROLLOUT_ID), rollout_id)).to_pylist()
@@ -160,17 +160,6 @@ def _in_file(
         FoundRollout(source=source, place=place, row=row, fates=tuple(ledger.fates(source, row[records.GROUP_ID])))
         for source, row in zip(sources, rows, strict=False)
     ]
-
-
-def _stream(path: Path) -> Iterator[pa.Table]:
-    """The whole batches of a file that is being written, or that a crash tore."""
-    with contextlib.suppress(pa.ArrowException, OSError, EOFError), pa.OSFile(str(path)) as file:
-        reader = pa.ipc.open_stream(file)
-        while True:
-            try:
-                yield pa.Table.from_batches([reader.read_next_batch()])
-            except StopIteration:
-                return
 
 
 def _token(token: int, logprob: float, version: int, vocabulary: "Mapping[int, str] | None") -> Text:

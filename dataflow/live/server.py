@@ -23,6 +23,8 @@ SLICE_BYTES = 256 * 1024
 """That are handed to the network at once."""
 ONCE = ("host", "origin", "sec-fetch-site", "content-length", "content-type")
 """Lines of a request's head that decide who asks."""
+BACKLOG = 1024
+"""Connections that the system takes before the server does, which lets everything else go first."""
 READERS = 4
 """Threads that read run folders."""
 STEERERS = 2
@@ -59,7 +61,8 @@ class ClientLimits:
     steer_s: float = 60.0
     """For a run to do what it was asked for."""
     connections: int = 96
-    """At a time; more are turned away."""
+    """At a time, of clients with the token; more are turned away. Of all that have not shown it yet as many: the one
+    that came first makes room for the next."""
 
 
 class PageServer:
@@ -84,6 +87,10 @@ class PageServer:
         self._steerers = ThreadPoolExecutor(STEERERS, thread_name_prefix="steerer")
         self._tasks: set[asyncio.Task[None]] = set()
         """One for each client."""
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        """Clients that have not shown the token, in the order in which they came."""
+        self._guests: set[asyncio.StreamWriter] = set()
+        """Those that have."""
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -94,7 +101,9 @@ class PageServer:
 
     async def start(self, port: int = 0) -> None:
         """Listen. port: 0 for any that is free. Errors: OSError."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=HEAD_BYTES)
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", port, limit=HEAD_BYTES, backlog=BACKLOG
+        )  # fmt: skip
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def run(self) -> None:
@@ -121,17 +130,21 @@ class PageServer:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        self._strangers[writer] = None
+        if len(self._strangers) > self._bounds.connections:
+            first = next(iter(self._strangers))
+            del self._strangers[first]
+            first.transport.abort()
         try:
-            if len(self._tasks) > self._bounds.connections:
-                await self._write(writer, sentence(503, "too many pages are open; close some"), head_only=False)
-            else:
-                await self._exchange(reader, writer)
+            await self._exchange(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # a client that went, or was too slow: nobody else notices
         except Exception:
             log.exception("a request failed")
         finally:
             self._tasks.discard(task)
+            self._strangers.pop(writer, None)
+            self._guests.discard(writer)
             if writer.transport.get_write_buffer_size():
                 writer.transport.abort()
             writer.close()
@@ -147,8 +160,13 @@ class PageServer:
             await self._write(writer, sentence(400, "this is no request that a browser makes"), head_only=False)
             return
         admitted = admit(asked, self._token, steers=self._steer is not None)
+        if not isinstance(admitted, NotAdmitted):
+            self._strangers.pop(writer, None)
+            self._guests.add(writer)
         if isinstance(admitted, NotAdmitted):
             answer = sentence(admitted.status, admitted.why, as_page="text/html" in asked.headers.get("accept", ""))
+        elif len(self._guests) > self._bounds.connections:
+            answer = sentence(503, "too many pages are open; close some")
         elif asked.method == "POST":
             answer = await self._steered(admitted, asked.headers, reader)
         else:

@@ -64,6 +64,10 @@ class BaseLedger(GroupLedger):
         """The last committed step of `node`; 0 before the first."""
         return self.do(questions.LastStep(node))
 
+    def furthest_step(self, node: str) -> int:
+        """The last step that `node` ever committed, taken back or not; 0 before the first."""
+        return self.do(questions.LastStep(node, ever=True))
+
     def steps(self, node: str, after: int = 0, upto: int | None = None) -> list[MadeStep]:
         """The committed steps of `node` above `after` and not above `upto`, with what each consumed, ascending."""
         return self.do(questions.ListSteps(node, after, upto))
@@ -91,11 +95,6 @@ class BaseLedger(GroupLedger):
     def fates(self, source: str, group_id: int) -> list[Fate]:
         """What each sink did with a group; none while it is in flight."""
         return self.do(questions.ListFates(source, int(group_id)))
-
-    def check(self) -> None:
-        """Read the whole database. Errors: LedgerError when it is damaged."""
-        if found := self.do(questions.IntegrityCheck()):
-            raise LedgerError(f"ledger '{self.path}' is damaged: {'; '.join(found)}; take it from a backup")
 
     def in_flight(self, source: str, node: str | None = None, among: Iterable[int] | None = None) -> list[InFlight]:
         """Groups of `source` that some sink still waits for, or that `node` does, in issue order.

@@ -10,6 +10,7 @@ from typing import TypeVar
 from dataflow.folder.ledger.base import BaseLedger
 from dataflow.folder.ledger.calls import LedgerCall, register
 from dataflow.folder.ledger.copying import pack
+from dataflow.folder.ledger.proof import prove
 from dataflow.folder.ledger.schema import (
     LedgerError,
     build,
@@ -71,6 +72,14 @@ class Ledger(BaseLedger):
         self._check_owner()
         with (transaction if call.writes else snapshot)(self._db, self.path, call.said):
             return call.run(self._db, self._clock())
+
+    @classmethod
+    def prove(cls, path: Path) -> None:
+        """Read the whole database. Errors: LedgerError when it is not as it was written.
+
+        Before anybody opens it to write: what its log cannot give back is gone then, and nothing tells of it."""
+        with cls.open(path, readonly=True) as ledger, snapshot(ledger._db, path, "be read"):
+            prove(path, ledger._db)
 
     def flush(self) -> None:
         """As the base has it: what was committed is in the log of the database, or was moved from there into it and

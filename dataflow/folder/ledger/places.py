@@ -8,19 +8,21 @@ import re
 import sqlite3
 from collections.abc import Mapping, Sequence
 
+from dataflow.folder.ledger.schema import table
+
 HOME = ""
 """In the place of a host: the folder of the scheduler, and of all hosts that see it."""
-_TABLE = """CREATE TABLE IF NOT EXISTS places (
+_COLUMNS = """
     path TEXT NOT NULL,   -- in the run folder: a file of rollouts, or the folder of a checkpoint
-    host TEXT NOT NULL,
-    PRIMARY KEY (path, host)) WITHOUT ROWID"""
+    host TEXT NOT NULL"""
+TABLE = table("places", _COLUMNS, "PRIMARY KEY (path, host)) WITHOUT ROWID")
 _IS_THERE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'places'"
 _OF_STEP = re.compile(r"(?:checkpoints|rollouts)/(?:(?P<node>[^/]+)/)?step-(?P<step>\d+)(?:\.arrow)?")
 
 
 def prepare(db: sqlite3.Connection) -> None:
     """Have a table for them."""
-    db.execute(_TABLE)
+    db.execute(TABLE)
 
 
 def set_place(db: sqlite3.Connection, path: str, host: str) -> None:

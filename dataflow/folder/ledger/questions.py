@@ -88,15 +88,16 @@ class NextGroupId(LedgerCall[int]):
 
 @dataclass(frozen=True)
 class LastStep(LedgerCall[int]):
-    """As `BaseLedger.last_step`."""
+    """As `BaseLedger.last_step`, or `BaseLedger.furthest_step`."""
 
     node: str
+    ever: bool = False
 
     doing = "read the last step"
 
     def run(self, db: sqlite3.Connection, now: float) -> int:
         """Do it."""
-        return last_step(db, self.node)
+        return max(last_step(db, self.node), reads.furthest_return(db, self.node) if self.ever else 0)
 
 
 @dataclass(frozen=True)
@@ -199,17 +200,6 @@ class ListFates(LedgerCall[list[Fate]]):
 
 
 @dataclass(frozen=True)
-class IntegrityCheck(LedgerCall[list[str]]):
-    """What SQLite finds wrong with the whole database."""
-
-    doing = "be read"
-
-    def run(self, db: sqlite3.Connection, now: float) -> list[str]:
-        """Do it."""
-        return [said for (said,) in db.execute("PRAGMA quick_check(3)") if said != "ok"]
-
-
-@dataclass(frozen=True)
 class ListInFlight(LedgerCall[list[InFlight]]):
     """As `BaseLedger.in_flight`."""
 
@@ -265,5 +255,5 @@ class LeastReturn(LedgerCall[int | None]):
 
 AnyRead: TypeAlias = (
     ReadFacts | ReplayPlan | NextGroupId | LastStep | ListSteps | StepTimes | DropsAt | LastRound | IsJudged | Sources
-    | ListFates | IntegrityCheck | ListInFlight | Count | ListPlaces | LeastReturn
+    | ListFates | ListInFlight | Count | ListPlaces | LeastReturn
 )  # fmt: skip

@@ -172,6 +172,12 @@ def steps(db: sqlite3.Connection, node: str, after: int, upto: int | None) -> li
     ]
 
 
+def furthest_return(db: sqlite3.Connection, node: str) -> int:
+    """The last step from which `node` ever went back; 0 where it did not."""
+    row = db.execute("SELECT coalesce(max(from_step), 0) FROM lines WHERE node = ?", (node,)).fetchone()
+    return int(row[0])
+
+
 def step_times(db: sqlite3.Connection, node: str, after: int) -> list[tuple[int, float]]:
     """The steps of `node` above `after`, and when each was committed, in seconds since 1970; ascending."""
     query = "SELECT step, at FROM steps WHERE node = ? AND step > ? ORDER BY step"

@@ -5,6 +5,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from dataflow.folder.ledger.proof import prove
 from dataflow.folder.ledger.schema import check_schema, connect, explained
 from dataflow.system.files import disk, flush_to_disk
 
@@ -35,6 +36,7 @@ def renew(path: Path) -> None:
             copy = aside / path.name
             with explained("copy", path), contextlib.closing(connect(copy, mode="rw")) as db:
                 check_schema(db, path)
+                prove(copy, db)
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             flush_to_disk(copy)
             copy.replace(made)

@@ -2,12 +2,16 @@
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import xxhash
 
 from dataflow.errors import RunError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+UNSUMMED = 2
+"""Of earlier ledgers, whose rows have no sums; they are read and written all the same."""
 BUSY_TIMEOUT_S = 30.0
 WAL_PAGES = 4000  # 16 MB; each time it is full, one call waits for the disk
 WAL_BYTES = WAL_PAGES * 4096
@@ -15,14 +19,30 @@ WAL_BYTES = WAL_PAGES * 4096
 STATES = ("issued", "generating", "generated", "scored")
 
 _STATES_SQL = ", ".join(f"'{state}'" for state in STATES)
+SUM = "sum"
+"""The column of each row that SQLite fills in: the sum of the others."""
+_SUM_FUNCTION = "row_sum"
+
+
+def summed(columns: Sequence[str]) -> str:
+    """The sum of these columns, in SQL."""
+    return f"{_SUM_FUNCTION}({', '.join(columns)})"
+
+
+def table(name: str, columns: str, laws: str) -> str:
+    """The statement that makes a table whose rows are summed. columns: one a line."""
+    names = [line.split()[0] for line in columns.strip().splitlines()]
+    return f"CREATE TABLE IF NOT EXISTS {name} ({columns}\n    , {SUM} INTEGER AS ({summed(names)}) STORED, {laws}"
+
+
 _OUTCOME_COLUMNS = """
     source   TEXT NOT NULL,
     group_id INTEGER NOT NULL,
     node     TEXT NOT NULL,     -- the sink: a trainer, or an evaluation
     outcome  TEXT NOT NULL CHECK (outcome IN ('trained', 'dropped', 'evaluated')),
     step     INTEGER,           -- of that sink; null for a drop outside any step
-    reason   TEXT,              -- of a drop
-    CHECK ((outcome = 'dropped') = (reason IS NOT NULL)),
+    reason   TEXT               -- of a drop"""
+_OUTCOME_LAWS = """CHECK ((outcome = 'dropped') = (reason IS NOT NULL)),
     CHECK (outcome = 'dropped' OR step IS NOT NULL)"""
 _STEP_COLUMNS = """
     node       TEXT NOT NULL,
@@ -32,35 +52,36 @@ _STEP_COLUMNS = """
     metrics    TEXT NOT NULL,   -- JSON, as in metrics.jsonl
     at         REAL NOT NULL,   -- seconds since 1970
     checkpoint TEXT"""
-
-TABLES = (
-    "CREATE TABLE schema (version INTEGER NOT NULL)",
-    # What a run says of itself, as JSON: copies for people stand in the run folder.
-    "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE consumers (node TEXT, source TEXT, PRIMARY KEY (node, source)) WITHOUT ROWID",
-    f"""CREATE TABLE groups (
+_OF_LINE = "\n    line INTEGER NOT NULL,"
+_GROUP_COLUMNS = f"""
     source    TEXT NOT NULL,
     group_id  INTEGER NOT NULL CHECK (group_id >= 0),
     prompt_id TEXT NOT NULL,
     state     TEXT NOT NULL CHECK (state IN ({_STATES_SQL})),
-    issues    INTEGER NOT NULL, -- how often it was issued: more than once after a loss
-    PRIMARY KEY (source, group_id)) WITHOUT ROWID""",
-    f"""CREATE TABLE outcomes ({_OUTCOME_COLUMNS},
-    PRIMARY KEY (source, group_id, node),
-    FOREIGN KEY (source, group_id) REFERENCES groups (source, group_id)) WITHOUT ROWID""",
-    f"CREATE TABLE steps ({_STEP_COLUMNS}, PRIMARY KEY (node, step)) WITHOUT ROWID",
-    # One row per return to a checkpoint; what it took back stays readable in the two tables after it.
-    """CREATE TABLE lines (
+    issues    INTEGER NOT NULL  -- how often it was issued: more than once after a loss"""
+_LINE_COLUMNS = """
     line      INTEGER PRIMARY KEY,
     node      TEXT NOT NULL,
     to_step   INTEGER NOT NULL,
     from_step INTEGER NOT NULL,
-    at        REAL NOT NULL)""",
-    f"""CREATE TABLE abandoned_outcomes (line INTEGER NOT NULL, {_OUTCOME_COLUMNS},
-    PRIMARY KEY (line, node, step, source, group_id)) WITHOUT ROWID""",
-    f"""CREATE TABLE abandoned_steps (line INTEGER NOT NULL, {_STEP_COLUMNS},
-    PRIMARY KEY (node, step, line)) WITHOUT ROWID""",
-)
+    at        REAL NOT NULL"""
+
+TABLES = (
+    "CREATE TABLE schema (version INTEGER NOT NULL)",
+    # What a run says of itself, as JSON: copies for people stand in the run folder.
+    table("facts", "\n    name TEXT,\n    value TEXT NOT NULL", "PRIMARY KEY (name)) WITHOUT ROWID"),
+    table("consumers", "\n    node TEXT,\n    source TEXT", "PRIMARY KEY (node, source)) WITHOUT ROWID"),
+    table("groups", _GROUP_COLUMNS, "PRIMARY KEY (source, group_id)) WITHOUT ROWID"),
+    table("outcomes", _OUTCOME_COLUMNS, f"""{_OUTCOME_LAWS},
+    PRIMARY KEY (source, group_id, node),
+    FOREIGN KEY (source, group_id) REFERENCES groups (source, group_id)) WITHOUT ROWID"""),
+    table("steps", _STEP_COLUMNS, "PRIMARY KEY (node, step)) WITHOUT ROWID"),
+    # One row per return to a checkpoint; what it took back stays readable in the two tables after it.
+    table("lines", _LINE_COLUMNS, "CHECK (line > 0))"),
+    table("abandoned_outcomes", _OF_LINE + _OUTCOME_COLUMNS, f"""{_OUTCOME_LAWS},
+    PRIMARY KEY (line, node, step, source, group_id)) WITHOUT ROWID"""),
+    table("abandoned_steps", _OF_LINE + _STEP_COLUMNS, "PRIMARY KEY (node, step, line)) WITHOUT ROWID"),
+)  # fmt: skip
 
 
 class LedgerError(RunError):
@@ -74,6 +95,7 @@ def connect(path: Path, *, mode: str, busy_timeout_s: float = BUSY_TIMEOUT_S) ->
             f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=busy_timeout_s, isolation_level=None
         )
         with closed_on_error(db):
+            db.create_function(_SUM_FUNCTION, -1, _row_sum, deterministic=True)
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
             db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
@@ -105,12 +127,16 @@ def check_schema(db: sqlite3.Connection, path: Path) -> None:
     """Refuse a database that this code does not know. Errors: LedgerError."""
     with explained("open", path):
         row = db.execute("SELECT version FROM schema").fetchone()
-    if row is None or row[0] != SCHEMA_VERSION:
+    if row is None or row[0] not in (SCHEMA_VERSION, UNSUMMED):
         found = "no version" if row is None else f"version {row[0]}"
         raise LedgerError(
             f"ledger '{path}' has a schema of another release: found {found}, "
             f"this code reads {SCHEMA_VERSION}; use the release that wrote it"
         )
+
+
+def _row_sum(*values: object) -> int:
+    return xxhash.xxh32_intdigest(repr(values).encode("utf-8", "surrogateescape")) >> 1  # 4 bytes of SQLite's
 
 
 @contextlib.contextmanager
@@ -134,6 +160,10 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         raise LedgerError(f"ledger '{path}' could not {doing}: {error}; {_advice(str(error))}") from error
+    except ValueError as error:
+        if isinstance(error, RunError):
+            raise
+        raise LedgerError(f"ledger '{path}' could not {doing}: {error}; {_advice('malformed')}") from error
 
 
 @contextlib.contextmanager

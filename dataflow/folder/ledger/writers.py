@@ -4,18 +4,19 @@ import sqlite3
 from dataclasses import dataclass
 
 from dataflow.folder.ledger.calls import LedgerCall, Write
+from dataflow.folder.ledger.schema import table
 from dataflow.folder.ledger.upkeep import AnyWrite
 
 FLOOR = ""
 """In the place of a worker's name: the least number of a scheduler whose workers may write."""
-_TABLE = """CREATE TABLE IF NOT EXISTS writers (
-    worker  TEXT PRIMARY KEY,
+_COLUMNS = """
+    worker  TEXT NOT NULL,
     holder  INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
     session INTEGER NOT NULL,
     number  INTEGER NOT NULL,   -- of its last write
-    refusal TEXT                -- why that was not made; null where it was
-    ) WITHOUT ROWID"""
+    refusal TEXT                -- why that was not made; null where it was"""
+TABLE = table("writers", _COLUMNS, "PRIMARY KEY (worker)) WITHOUT ROWID")
 _ADMIT = "INSERT OR REPLACE INTO writers VALUES (?, ?, ?, ?, 0, NULL)"
 _ANSWERED = "UPDATE writers SET number = ?, refusal = ? WHERE worker = ?"
 
@@ -60,7 +61,7 @@ class PrepareWriters(Write):
 
     def run(self, db: sqlite3.Connection, now: float) -> None:
         """Do it."""
-        db.execute(_TABLE)
+        db.execute(TABLE)
         if self.floor is not None:
             db.execute(_ADMIT, (FLOOR, self.floor, 0, 0))
 

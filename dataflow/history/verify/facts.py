@@ -15,6 +15,7 @@ from dataflow.folder.faults import STOPPED, read_faults
 from dataflow.folder.knob_changes import KnobChange, recorded
 from dataflow.folder.ledger import reads
 from dataflow.folder.ledger.places import places
+from dataflow.folder.ledger.proof import damages
 from dataflow.folder.ledger.schema import check_schema, connect, snapshot
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
@@ -176,13 +177,12 @@ def _read_ledger(
     with contextlib.closing(connect(path, mode="ro")) as db:
         check_schema(db, path)
         with snapshot(db, path, "be read"):
-            return *_read_rows(db, findings), reads.facts(db), places(db)
+            for damage in damages(path, db):
+                findings.fault(f"ledger.db is damaged: {damage}")
+            return *_read_rows(db), reads.facts(db), places(db)
 
 
-def _read_rows(db: sqlite3.Connection, findings: Findings) -> tuple[dict[str, AnyArray], dict[str, SinkRows]]:
-    for (said,) in db.execute("PRAGMA quick_check(3)"):
-        if said != "ok":
-            findings.fault(f"ledger.db is damaged: {said}")
+def _read_rows(db: sqlite3.Connection) -> tuple[dict[str, AnyArray], dict[str, SinkRows]]:
     groups = {
         source: np.sort(_array(ids))
         for source, ids in db.execute("SELECT source, json_group_array(group_id) FROM groups GROUP BY source")

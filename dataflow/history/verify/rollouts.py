@@ -1,18 +1,20 @@
 """Whether the rollouts on disk are those that the ledger says were trained: whole, once, and in time."""
 
 import itertools
-import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from dataflow.folder.finished import File
 from dataflow.folder.knob_changes import bound_at
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger.places import HOME, holders
 from dataflow.folder.ledger.refusals import some
 from dataflow.folder.retention import gone
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.resume import forgotten
 from dataflow.history.verify.digest import RolloutFile, digests
 from dataflow.history.verify.facts import Findings, SinkRows, VerifyFacts
 from dataflow.planning.hosts import named
@@ -42,7 +44,6 @@ def judge_steps(facts: VerifyFacts, node: str, sink: SinkRows, findings: Finding
                 _in_time(node, step, int(ages.max()), found.newest, held, findings)
     for source, files in standing.items():
         _once(source, files, findings)
-    _uncommitted(folder, node, sink, findings)
     return largest
 
 
@@ -135,22 +136,54 @@ def _in_time(node: str, step: int, age: int, newest: int, bound: int, findings: 
         findings.fault(f"step {step} of '{node}' trained rollouts of version {newest}, which did not exist before it")
 
 
-def _uncommitted(folder: Path, node: str, sink: SinkRows, findings: Findings) -> None:
+def judge_folder(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings, most_bytes: float) -> None:
+    """Compare what else a trainer has left with the ledger: checkpoints, of which so many bytes are read, the newest
+    first; and steps that the ledger does not know."""
+    folder = facts.folder
+    own = (
+        node if any(place.is_dir() for place in (folder.rollouts / node, folder.path / "checkpoints" / node)) else None
+    )
+    checkpoints = folder.checkpoints_of(own)
+    unread = 0
+    for step in reversed(checkpoints.steps()):
+        size = checkpoints.size_bytes(step)
+        most_bytes -= size
+        unread += most_bytes < 0
+        damage = checkpoints.damage(step, read=most_bytes >= 0)
+        if damage and checkpoints.folder(step).exists():  # else the run has removed it meanwhile
+            findings.fault(
+                f"the checkpoint of step {step} of '{node}' is damaged: {damage}; a resume goes on from an older one, "
+                f"or from the start, and makes the steps since again"
+            )
+    if unread:
+        findings.note(f"{unread} checkpoints of '{node}' are as large as they were; --deep reads them, too")
+    with Ledger.open(folder.ledger, readonly=True) as ledger:
+        if lost := forgotten(folder, ledger, node, own):
+            findings.fault(lost)
     last = sink.steps[-1] if sink.steps else 0
-    left = [step for step in _steps_in(folder) if step > last]
-    if left:
+    if left := [step for step, _ in folder.rollouts_of(own).files("step") if step > last]:
         findings.note(
             f"there are rollouts of steps {some(left)} that '{node}' has not committed: "
             f"a crash between write and commit, or a line that was taken back"
         )
 
 
+def judge_finished(folder: RunFolder, findings: Findings) -> None:
+    """Look through what generators have kept of groups without an outcome."""
+    for path in sorted(
+        each for ending in ("arrows", "parts", "turns") for each in folder.path.glob(f"finished/*/*.{ending}")
+    ):
+        file = File(path)
+        for _ in file.read():
+            pass
+        if file.damage and path.exists():
+            findings.fault(file.damage)
+
+
+def _own(facts: VerifyFacts, node: str, kind: str) -> str | None:
+    """The folder of `node` where its files stand, if it has one; None: the common one."""
+    return node if facts.folder.rollouts_of(node).files(kind) else None
+
+
 def _folder(facts: VerifyFacts, node: str, kind: str) -> Path:
-    """Where the files of `node` stand: its own folder if it has one, otherwise the common one."""
-    own = facts.folder.rollouts / node
-    return own if any(own.glob(f"{kind}-*.arrow")) else facts.folder.rollouts
-
-
-def _steps_in(folder: Path) -> list[int]:
-    matches = (re.fullmatch(r"step-(\d+)\.arrow", path.name) for path in folder.glob("step-*.arrow"))
-    return sorted(int(match[1]) for match in matches if match)
+    return facts.folder.rollouts_of(_own(facts, node, kind)).path

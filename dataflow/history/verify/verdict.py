@@ -1,6 +1,7 @@
 """The judgement on a run: every law recomputed from the run folder alone, in one verdict line."""
 
 import collections
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,11 @@ from dataflow.history.verify.facts import (
     note_who_leads,
     read_facts,
 )
-from dataflow.history.verify.rollouts import judge_evaluations, judge_steps
+from dataflow.history.verify.rollouts import judge_evaluations, judge_finished, judge_folder, judge_steps
 
 FAULTS_SHOWN = 3
+CHECKPOINT_BYTES = 1 << 30
+"""Of checkpoints, that are read of each trainer where not all are: less than a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +65,11 @@ class Verdict:
         return "\n".join([self.line, *(f"  note: {note}" for note in self.notes)])
 
 
-def verify(run_path: str | Path) -> Verdict:
-    """Judge the run in a folder by its ledger.db, rollouts/*.arrow, metrics.jsonl and config.json.
+def verify(run_path: str | Path, *, deep: bool = False) -> Verdict:
+    """Judge the run in a folder by its ledger.db, rollouts/*.arrow, checkpoints/, finished/, metrics.jsonl and
+    config.json: whether its laws hold, and whether what a resume would read is as it was written.
 
+    deep: read all checkpoints; else the newest of each trainer, up to 1 GiB, and of all others their sizes.
     A run under way may be judged too. Errors: RunFolderError when there is no folder at `run_path`.
 
     >>> from dataflow import Graph, inline, run, verify
@@ -86,25 +91,28 @@ def verify(run_path: str | Path) -> Verdict:
     for change in read_live_changes(folder):
         findings.note(f"{change.verb}: {change}")
     _groups_are_contiguous(facts, findings)
-    parts = [_judge_trainer(facts, node, sink, findings) for node, sink in facts.trainers()]
+    judge_finished(folder, findings)
+    most_bytes = math.inf if deep else CHECKPOINT_BYTES
+    parts = [_judge_trainer(facts, node, sink, findings, most_bytes) for node, sink in facts.trainers()]
     parts += [_judge_evaluation(facts, node, sink, findings) for node, sink in facts.evaluations()]
     for source in sorted(set(facts.groups) - {name for sink in facts.sinks.values() for name in sink.sources}):
         findings.note(f"no sink is known for source '{source}': its {len(facts.groups[source])} groups are in flight")
     return Verdict(faults=findings.faults, notes=findings.notes, summary=" | ".join(parts) or "nothing was issued")
 
 
-def report(run_path: str | Path) -> int:
+def report(run_path: str | Path, *, deep: bool = False) -> int:
     """Print the verdict on a run and return the exit status that goes with it."""
-    verdict = verify(run_path)
+    verdict = verify(run_path, deep=deep)
     print(verdict)
     return verdict.exit_status
 
 
-def _judge_trainer(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> str:
+def _judge_trainer(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings, most_bytes: float) -> str:
     _steps_are_contiguous(node, sink, findings)
     _outcomes_stand_at_steps(node, sink, findings)
     counts = _identity(facts, node, sink, findings)
     largest = judge_steps(facts, node, sink, findings)
+    judge_folder(facts, node, sink, findings, most_bytes)
     _metrics_agree(facts, node, sink, findings)
     name = f"{node}: " if len(list(facts.trainers())) > 1 else ""
     age = f"; max staleness {largest or 0}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
+from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.ledger import MadeStep
 from dataflow.folder.ledger.refusals import some
 from dataflow.folder.retention import KNOB, gone
@@ -45,7 +46,15 @@ def find_start(model: Model, context: Context) -> StartPoint:
     if folder is None or ledger is None:
         return StartPoint(model=model)
     found = folder.latest_checkpoint(at_most=last, node=context.own_folder)
-    set_aside(folder.checkpoints_of(context.own_folder).path, last)
+    checkpoints = folder.checkpoints_of(context.own_folder)
+    set_aside(checkpoints, [step for step in checkpoints.steps() if step > last], "taken-back")
+    damaged = {step: checkpoints.damage(step) for step in checkpoints.steps() if step > _number_of(found)}
+    set_aside(checkpoints, damaged, "damaged")
+    for at, damage in damaged.items():
+        context.log.warning(
+            "a checkpoint is damaged, and an older one is gone on from", node=context.node, step=at, error=damage,
+            older=found.name if found is not None else "none: from the start",
+        )  # fmt: skip
     if not last:
         return StartPoint(model=model)
     made = ledger.steps(context.node)
@@ -82,15 +91,17 @@ def missing_lines(made: Iterable[MadeStep], lines: Iterable[Mapping[str, Any]]) 
     ]
 
 
-def set_aside(checkpoints: Path, last: int) -> None:
-    """Rename the checkpoints of steps after `last`, which were taken back: no later start may take them for those of
-    the steps that will have their numbers. RunFolderError when the disk refuses."""
-    for folder in sorted(checkpoints.glob("step-*")):
-        number = folder.name.removeprefix("step-")
-        if number.isdecimal() and int(number) > last:
-            places = (folder.with_name(f"taken-back-{at}-{folder.name}") for at in range(1, 1_000_000))
-            with disk("renaming", folder):
-                folder.rename(next(place for place in places if not place.exists()))
+def set_aside(checkpoints: Checkpoints, steps: Iterable[int], why: str) -> None:
+    """Rename the checkpoints of these steps, <why>-1-step-000100: no later start may take them for those that steps of
+    their numbers will have. RunFolderError when the disk refuses."""
+    for folder in map(checkpoints.folder, steps):
+        places = (folder.with_name(f"{why}-{at}-{folder.name}") for at in range(1, 1_000_000))
+        with disk("renaming", folder):
+            folder.rename(next(place for place in places if not place.exists()))
+
+
+def _number_of(folder: Path | None) -> int:
+    return 0 if folder is None else int(folder.name.rpartition("-")[2])
 
 
 def _step_of(folder: Path | None) -> int:

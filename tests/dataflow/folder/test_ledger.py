@@ -218,7 +218,7 @@ def test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_
     assert ledger.last_step("actor") == 1
     counts = ledger.counts("actor")
     assert (counts.trained, counts.dropped, counts.in_flight) == (2, {"refused": 1}, {"scored": 5})
-    assert rows(ledger, "SELECT * FROM lines") == [(1, "actor", 1, 3, 5.0)]
+    assert rows(ledger, "SELECT line, node, to_step, from_step, at FROM lines") == [(1, "actor", 1, 3, 5.0)]
     for planned in plan:
         commit(ledger, planned.step, planned.trained, dropped=planned.dropped)
     assert ledger.replay_plan("actor") == []
@@ -451,15 +451,15 @@ def test_the_fate_of_a_group_is_told_sink_by_sink(ledger: Ledger) -> None:
 def test_a_damaged_page_is_found(ledger: Ledger) -> None:
     issue(ledger, 5000)
     ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    ledger.check()
+    Ledger.prove(ledger.path)
     content = bytearray(ledger.path.read_bytes())
     content[-4096:] = os.urandom(4096)
     ledger.close()
     for path in ledger.path.parent.glob("ledger.db-*"):
         path.unlink()
     ledger.path.write_bytes(content)
-    with Ledger.open(ledger.path) as other, pytest.raises(LedgerError, match="damaged|malformed"):
-        other.check()
+    with pytest.raises(LedgerError, match="damaged|malformed"):
+        Ledger.prove(ledger.path)
 
 
 def test_a_late_word_of_an_earlier_state_takes_no_group_back(ledger: Ledger) -> None:

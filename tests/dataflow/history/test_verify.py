@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import sqlite3
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger.places import HOME
+from dataflow.folder.ledger.schema import connect
 from dataflow.folder.ledger.upkeep import AddPlace, SetPlace
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import report, verify
@@ -87,7 +87,8 @@ def run(good: Path, tmp_path: Path) -> RunFolder:
 
 
 def sql(run: RunFolder, *statements: str) -> None:
-    with contextlib.closing(sqlite3.connect(run.ledger)) as db, db:
+    with contextlib.closing(connect(run.ledger, mode="rw")) as db:
+        db.execute("PRAGMA foreign_keys = OFF")
         for statement in statements:
             assert db.execute(statement).rowcount != 0, statement
 
@@ -145,7 +146,7 @@ def test_no_group_has_two_outcomes(run: RunFolder) -> None:
         "CREATE TABLE loose AS SELECT * FROM outcomes",
         "DROP TABLE outcomes",
         "ALTER TABLE loose RENAME TO outcomes",
-        "INSERT INTO outcomes VALUES ('prompts', 0, 'trainer', 'trained', 5, NULL)",
+        "INSERT INTO outcomes VALUES ('prompts', 0, 'trainer', 'trained', 5, NULL, 0)",
     )
     broken(run, "'trainer' has two outcomes for groups [0]")
 

@@ -150,15 +150,36 @@ def test_a_client_that_was_just_accepted_is_let_go_with_the_server(turns: int) -
             assert client.recv(10) == b""
 
 
-def test_of_too_many_clients_the_last_are_turned_away(folder: RunFolder, serve: Serve) -> None:
-    page = serve([folder], bounds=ClientLimits(connections=3))
-    held = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(3)]
-    deadline = time.monotonic() + 5
-    while (status := page.get("api/runs")[0]) != 503 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert status == 503
+def test_whoever_has_no_token_keeps_nobody_out(folder: RunFolder, serve: Serve) -> None:
+    """Any user of this machine may connect, as often as he likes, and say nothing."""
+    page = serve([folder], bounds=ClientLimits(connections=8))
+    held = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(40)]
+    for client in held:
+        client.sendall(b"GET /")
+    assert [page.get("api/runs")[0] for _ in range(3)] == [200] * 3
+    for client in held[:30]:
+        client.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(10) == b"", "who came first made room"
     for client in held:
         client.close()
+
+
+def test_of_too_many_clients_with_the_token_the_last_are_turned_away(folder: RunFolder, serve: Serve) -> None:
+    folder.trace.write_bytes(b" " * (24 << 20))
+    page = serve([folder], bounds=ClientLimits(connections=3))
+    held = []
+    for _ in range(3):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", page.port))
+        client.sendall(b"GET /t0ken-of-a-test/trace HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(4) == b"HTTP"
+        held.append(client)
+    assert page.get("api/runs")[0] == 503
+    for client in held:
+        client.close()
+    deadline = time.monotonic() + 5
     while (status := page.get("api/runs")[0]) != 200 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert status == 200

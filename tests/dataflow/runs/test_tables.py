@@ -11,6 +11,7 @@ from runs_made import GROUP, PROMPTS, STEPS
 
 from dataflow import Run
 from dataflow.errors import RunError
+from dataflow.folder.finished import SealedWriter
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.rollout_files import write_arrow
 from dataflow.folder.run_folder import RunFolder
@@ -98,7 +99,8 @@ def test_rollouts_that_nobody_trained_are_told_with_the_reason(made: Path, tmp_p
     kept.parent.mkdir(parents=True, exist_ok=True)
     for old in kept.parent.glob("*.arrows"):
         old.unlink()
-    with pa.OSFile(str(kept), "wb") as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
+    with kept.open("wb") as sink:
+        writer = SealedWriter(sink, batch.schema)
         writer.write_batch(batch)
         writer.write_batch(batch)
     whole = kept.read_bytes()

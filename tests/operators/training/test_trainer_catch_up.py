@@ -18,7 +18,7 @@ from ranks_rig import in_a_fork
 from trainer_rig import COLUMNS, group
 
 from dataflow.errors import OperatorError
-from dataflow.folder.finished import Finished
+from dataflow.folder.finished import Finished, SealedWriter
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
@@ -207,7 +207,8 @@ def test_what_the_weights_of_lost_steps_drew_is_forgotten_before_anybody_works(p
     kept = folder.finished("generator") / "0-part1-0-0.prompts.arrows"
     kept.parent.mkdir(parents=True)
     rows = {number: younger(number, version) for number, version in ((8, 2), (9, 3))}
-    with pa.OSFile(str(kept), "wb") as sink, pa.ipc.new_stream(sink, rows[8].schema) as writer:
+    with kept.open("wb") as sink:
+        writer = SealedWriter(sink, rows[8].schema)
         for batch in rows.values():
             writer.write_batch(batch)
     os.truncate(folder.rollouts_of().step_file(3), 500)

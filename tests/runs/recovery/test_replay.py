@@ -15,6 +15,7 @@ from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Devices, Graph, GraphError, Result, RunError, cli, inline, run
 from dataflow.folder.arrow_reading import read_arrow
+from dataflow.folder.finished import SealedWriter
 from dataflow.folder.rollout_files import write_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.replay import Compared, Wishes, replay, report_replay, starting_point
@@ -163,8 +164,8 @@ def test_a_rollout_that_is_finished_and_not_trained_is_found_too(copied: RunFold
     )
     place = copied.finished("generator") / "0-0-0.prompts.arrows"
     place.parent.mkdir(parents=True, exist_ok=True)
-    with pa.OSFile(str(place), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
-        writer.write_table(rows)
+    with place.open("wb") as sink:
+        SealedWriter(sink, rows.schema).write_batch(rows.to_batches()[0])
     found = find_rollout(copied, 4242)
     assert (found.source, found.place) == ("prompts", "finished/generator/0-0-0.prompts.arrows")
 

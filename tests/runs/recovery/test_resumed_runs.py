@@ -18,7 +18,7 @@ from rigs.operators import struck
 
 from dataflow import Devices, Result, inline, run, verify
 from dataflow.errors import OperatorError
-from dataflow.folder.finished import File
+from dataflow.folder.finished import File, SealedWriter
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 
@@ -155,7 +155,8 @@ def mark_younger(finished: Path, version: int) -> dict[int, list[float]]:
             for row in rows:
                 row["logprobs"] = [MARK] * len(row["logprobs"]) if row["group_id"] in younger else row["logprobs"]
             made.append(pa.RecordBatch.from_pylist(rows, schema=batch.schema))
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, made[0].schema) as writer:
+        with path.open("wb") as sink:
+            writer = SealedWriter(sink, made[0].schema)
             for batch in made:
                 writer.write_batch(batch)
     return others
