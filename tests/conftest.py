@@ -8,8 +8,10 @@ import signal
 import sqlite3
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -50,6 +52,14 @@ def pytest_collection_finish() -> None:
             get_checkpoint_conversion_mapping("llama")
     if not HAS_GPU:  # a program that shall compute on one starts afresh
         prepare()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was skipped, a line for each reason: a module that is skipped whole counts once."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count:4d}  {reason}")
 
 
 def pytest_unconfigure() -> None:

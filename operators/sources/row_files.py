@@ -82,7 +82,9 @@ def source_fault(source: Any) -> str | None:
             f"got {type(source).__name__} {source!r:.60} as its source; give a path, a list of paths, an id on the "
             f"hub, or an iterable of dicts or texts"
         )
-    files = [names_file(row) for row in itertools.islice(source, _FIRST_ROWS)] if isinstance(source, Sequence) else []
+    files = (
+        [names_file(row) for row in itertools.islice(source, _FIRST_ROWS)] if isinstance(source, list | tuple) else []
+    )
     if any(files) and not all(files):
         return (
             f"got files ({source[files.index(True)]!r:.60}) beside rows ({source[files.index(False)]!r:.60}) as its "
@@ -141,9 +143,8 @@ class Origin:
         """The files and folders that it names, be they there or not; None where it is an iterable of rows."""
         if isinstance(self.source, str | Path):
             return (Path(self.source).expanduser(),)
-        if isinstance(self.source, pa.Table | pa.RecordBatch) or source_fault(self.source) is not None:
-            return None
-        if not names_file(next(iter(self.source), None)):
+        is_cheap = isinstance(self.source, list | tuple | Replay)  # rows of others may cost a session each
+        if not is_cheap or source_fault(self.source) is not None or not names_file(next(iter(self.source), None)):
             return None
         names = list(itertools.islice(self.source, _MOST_FILES))
         return tuple(Path(name).expanduser() for name in names) if all(map(names_file, names)) else None

@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -637,3 +637,21 @@ def test_a_round_that_is_recorded_is_not_issued_again_but_for_its_groups_in_flig
     assert runtime.work() is None
     runtime.tell({"evaluate": 20})
     assert len(texts(runtime)) == 2
+
+
+def test_rows_that_are_made_on_demand_are_made_once_to_be_looked_at_and_once_to_be_read() -> None:
+    """A row may cost a session of an environment."""
+    made: list[int] = []
+
+    class OnDemand(Sequence[str]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, number: Any) -> str:
+            made.append(number)
+            return [f"{at}+1=" for at in range(5)][number]
+
+    prompts = Prompts(OnDemand(), epochs=1)
+    assert prompts.faults() == []
+    assert len(texts(build(prompts))) == 5
+    assert sorted(made) == sorted([*range(6)] * 2)
