@@ -1,14 +1,13 @@
 """Filters: which groups are worth training."""
 
-import numpy as np
-
 from dataflow.keep import keep
 from dataflow.records import Array
+from operators.credit.groups import are_equal
 
 
 @keep(isolate=False)
 def has_signal(reward: Array) -> bool:
-    """Whether the rewards of a group differ: dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
+    """Whether a group's rewards differ by more than rounding: dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
 
     Groups that all solve, or that none does, have advantage 0 throughout; others are made in their place, so that each
     step has as many groups with a gradient. Not for rules of credit that compare groups with each other, such as
@@ -18,4 +17,4 @@ def has_signal(reward: Array) -> bool:
     >>> has_signal(np.array([1.0, 1.0])), has_signal(np.array([1.0, 0.0]))
     (False, True)
     """
-    return bool(np.max(reward) > np.min(reward))
+    return not are_equal(reward)

@@ -4,6 +4,7 @@ import numpy as np
 
 from dataflow.records import AnyArray, Array
 from dataflow.scorer import scorer
+from operators.credit.groups import are_equal
 
 
 @scorer(per="group", isolate=False, name="advantage")
@@ -41,9 +42,10 @@ def conversation_advantage(
         owners_S.append(owner_S)
         compared.append(keys)
         values.append(found)
+    means = {key: float(np.mean(found)) for key, found in alike.items() if not are_equal(np.array(found))}
     made = []
     for owner_S, keys, found, chosen in zip(owners_S, compared, values, mask, strict=True):
-        advantages = {owner: value - float(np.mean(alike[keys[owner]])) for owner, value in found.items()}
+        advantages = {owner: value - means.get(keys[owner], value) for owner, value in found.items()}
         of_S = [advantages[owner] for owner in owner_S.tolist()]
         made.append(np.where(np.asarray(chosen, bool), of_S, 0.0))
     return made

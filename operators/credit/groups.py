@@ -5,6 +5,25 @@ import numpy as np
 from dataflow.records import Array
 from dataflow.scorer import scorer
 
+ROUNDING = 1e-9
+"""Numbers that differ by no more than this share of the largest of them are equal: what computing leaves is no
+signal. The one rule of credit, filters, whitening and figures."""
+
+
+def are_equal(values: Array) -> bool:
+    """Whether numbers [n] differ by nothing but rounding.
+
+    >>> import numpy as np
+    >>> are_equal(np.array([0.3, 0.1 + 0.2])), are_equal(np.array([0.0, 1e-12]))
+    (True, False)
+    """
+    return not len(values) or bool(np.ptp(values) <= ROUNDING * np.max(np.abs(values)))
+
+
+def centred(values: Array) -> Array:
+    """Minus their mean; 0 where they are equal."""
+    return np.zeros(len(values)) if are_equal(values) else np.asarray(values - np.mean(values))
+
 
 @scorer(per="group", isolate=False)
 def advantage(reward: Array) -> Array:
@@ -17,7 +36,7 @@ def advantage(reward: Array) -> Array:
     >>> advantage(np.array([1.0, 0.0, 0.0, 1.0])).tolist()
     [0.5, -0.5, -0.5, 0.5]
     """
-    return np.asarray(reward - reward.mean())
+    return centred(reward)
 
 
 @scorer(per="group", isolate=False, name="advantage")
@@ -31,10 +50,9 @@ def normalized_advantage(reward: Array, epsilon: float = 1e-4) -> Array:
     >>> normalized_advantage(np.array([1.0, 0.0, 0.0, 1.0])).round(2).tolist()
     [0.87, -0.87, -0.87, 0.87]
     """
-    centred = np.asarray(reward - reward.mean())
-    if len(reward) < 2:
-        return centred
-    return np.asarray(centred / (np.std(reward, ddof=1) + epsilon))
+    if are_equal(reward):
+        return np.zeros(len(reward))
+    return np.asarray(centred(reward) / (np.std(reward, ddof=1) + epsilon))
 
 
 @scorer(per="group", isolate=False, name="advantage")
@@ -49,4 +67,4 @@ def leave_one_out(reward: Array) -> Array:
     [1.0, -0.5, -0.5]
     """
     others = max(1, len(reward) - 1)
-    return np.asarray((reward - reward.mean()) * (len(reward) / others))
+    return np.asarray(centred(reward) * (len(reward) / others))

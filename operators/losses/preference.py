@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from operators.credit.groups import ROUNDING
 from operators.losses.per_rollout import sum_per_rollout, total
 
 if TYPE_CHECKING:
@@ -34,8 +35,11 @@ def dpo(
 
 
 def _is_chosen(score: Tensor, rollout_index: Tensor, group_index: Tensor) -> Tensor:
-    """Whether each token [T] belongs to its group's first rollout of the highest score."""
+    """Whether each token [T] belongs to its group's first rollout of the highest score, up to rounding."""
+    from torch import finfo
+
     most_T = score.new_full(score.shape, -math.inf).scatter_reduce(0, group_index, score, "amax")[group_index]
-    candidate_T = rollout_index.where(score == most_T, len(score))
+    rounding = max(ROUNDING, 4 * finfo(score.dtype).eps)
+    candidate_T = rollout_index.where(score >= most_T - rounding * most_T.abs(), len(score))
     first_T = candidate_T.new_full(score.shape, len(score)).scatter_reduce(0, group_index, candidate_T, "amin")
     return rollout_index == first_T[group_index]

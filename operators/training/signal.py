@@ -1,5 +1,6 @@
 """Which scorers told no rollout of a group from its siblings, so that nothing could be learned from them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.records import COMPLETION, GROUP_ID, PROMPT
+from operators.credit.groups import ROUNDING
 
 _SHOWN = 60
 
@@ -36,10 +38,16 @@ def _is_silent(rows: pa.RecordBatch, name: str) -> bool:
     if name not in rows.schema.names or len(pc.unique(rows.column(GROUP_ID))) != 1 or rows.num_rows < 2:
         return False
     values = rows.column(name).drop_null()
-    if pa.types.is_nested(values.type):  # Arrow tells such values from one another by no kernel
-        found = values.to_pylist()
-        return bool(found) and all(value == found[0] for value in found)
-    return len(pc.unique(values)) == 1
+    found = values.to_pylist()
+    return bool(found) and all(_alike(found[0], value) for value in found)
+
+
+def _alike(first: Any, value: Any) -> bool:
+    if first == value:
+        return True
+    if isinstance(first, list) and isinstance(value, list):
+        return len(first) == len(value) and all(map(_alike, first, value))
+    return isinstance(first, float) and isinstance(value, float) and math.isclose(first, value, rel_tol=ROUNDING)
 
 
 def _short(text: Any) -> str:

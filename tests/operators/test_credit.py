@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_rig import group
+from trainer_rig import gradient, group, rows_of, tiny_learner, tiny_trainer
 
 from dataflow.records import ERROR, GROUP_ID, TOKEN_NUMBERS
 from dataflow.runtime import Batch, Context
@@ -20,7 +20,8 @@ from operators.credit import (
     token_rewards,
     turn_rewards,
 )
-from operators.training.learner.rows import step_rows
+from operators.filters import has_signal
+from operators.training.learner.rows import step_rows, whitened
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 0.5])
 
@@ -41,10 +42,43 @@ def test_the_normalized_advantage_does_not_change_with_the_rewards_unit():
     assert not np.allclose(advantage(REWARDS), advantage(100 * REWARDS))
 
 
-def test_equal_rewards_give_no_advantage():
-    for rule in (advantage, normalized_advantage):
-        assert (rule(np.ones(4)) == 0).all()
-        assert (rule(np.ones(1)) == 0).all()
+EQUAL = [np.full(7, 0.1), np.ones(1), np.full(5, 1e6 + 0.1), np.array([0.3, 0.1 + 0.2, 0.3]), np.zeros(4)]
+
+
+@pytest.mark.parametrize("rewards", EQUAL, ids=str)
+def test_rewards_that_differ_by_rounding_alone_give_no_advantage_and_no_signal(rewards):
+    for rule in (advantage, normalized_advantage, normalized_advantage.configured(epsilon=0.0), leave_one_out):
+        assert (rule(rewards) == 0).all()
+    assert not has_signal(rewards)
+    turns = [np.array([reward]) for reward in rewards]
+    one = [np.array([0])] * len(rewards)
+    apart = [np.array([-1])] * len(rewards)
+    of_turns = conversation_advantage(
+        one, turns, one, one, [["player"]] * len(rewards), apart, [np.array([1])] * len(rewards)
+    )
+    assert all((given == 0).all() for given in of_turns)
+
+
+def test_small_differences_are_signal():
+    for rewards in (np.array([0.0, 1e-12]), np.array([1.0, 1.0 + 1e-7]), np.array([1e9, 1e9 + 10])):
+        assert has_signal(rewards) and (advantage(rewards) != 0).all()
+
+
+def test_advantages_that_are_rounding_beside_the_rewards_are_no_signal_and_move_nothing_whitened():
+    groups = [with_rewards(group(number, size=7), 0.1) for number in range(2)]
+    rows = rows_of(*groups)
+    assert not rows.signal_R.any() and not whitened(rows).columns_R["advantage"].any()
+    learner = tiny_learner(tiny_trainer(whiten=True))
+    assert not gradient(learner, rows)[1].any()
+    level = [made.drop_columns(["advantage"]).append_column("advantage", made["reward"]) for made in groups]
+    assert rows_of(*level).signal_R.all() and not whitened(rows_of(*level)).columns_R["advantage"].any()
+
+
+def with_rewards(batch, reward):
+    """All with that reward, and with the advantage that a subtraction of the mean gives."""
+    rewards = np.full(batch.num_rows, reward)
+    batch = batch.drop_columns(["reward", "advantage"]).append_column("reward", pa.array(rewards))
+    return batch.append_column("advantage", pa.array(rewards - rewards.mean()))
 
 
 def test_both_rules_write_the_column_that_losses_read():

@@ -14,6 +14,7 @@ from dataflow.staleness import newest_versions, oldest_versions
 from dataflow.tokens.ragged import gather, one_chunk, per_token
 from dataflow.tokens.rollout_tokens import COLUMNS, RolloutTokens
 from dataflow.tokens.training_rows import cuts, unfolded
+from operators.credit.groups import ROUNDING, are_equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,10 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
             columns_S[name] = per_token(table, name, offsets)
         else:
             columns_R[name] = column.to_numpy(zero_copy_only=False)
+    groups_R = one_chunk(table, records.GROUP_ID).to_numpy()
+    if "reward" in table.column_names and pa.types.is_floating(table.schema.field("reward").type) and len(tokens):
+        rewards_R = np.abs(one_chunk(table, "reward").to_numpy(zero_copy_only=False))
+        _silence(rewards_R, groups_R, offsets, columns_R, columns_S)
     if records.TEMPERATURE in table.column_names:
         columns_R[records.TEMPERATURE] = one_chunk(table, records.TEMPERATURE).to_numpy(zero_copy_only=False)
     rows_S = np.zeros(len(tokens), np.int32)
@@ -147,12 +152,26 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
         tokens=tokens,
         offsets=offsets,
         cuts_S=cuts(rows_S, offsets),
-        groups_R=one_chunk(table, records.GROUP_ID).to_numpy(),
+        groups_R=groups_R,
         rollout_ids_R=one_chunk(table, records.ROLLOUT_ID).to_numpy(),
         oldest_R=oldest_versions(one_chunk(table, records.VERSIONS)),
         columns_R=columns_R,
         columns_S=columns_S,
     )
+
+
+def _silence(
+    rewards_R: AnyArray, groups_R: AnyArray, offsets: AnyArray, columns_R: dict[str, AnyArray],
+    columns_S: dict[str, AnyArray],
+) -> None:  # fmt: skip
+    """Advantages that are rounding beside the rewards of their group, which are given without sign, become 0."""
+    starts = np.flatnonzero(np.diff(groups_R, prepend=groups_R[0] - 1))
+    counts = np.diff(np.r_[starts, len(groups_R)])
+    least_R = ROUNDING * np.repeat(np.maximum.reduceat(rewards_R, starts), counts)
+    for columns, least in ((columns_R, least_R), (columns_S, np.repeat(least_R, np.diff(offsets)))):
+        if records.ADVANTAGE in columns:
+            values = columns[records.ADVANTAGE]
+            columns[records.ADVANTAGE] = np.where(np.abs(values) <= least, np.zeros_like(values), values)
 
 
 def by_temperature(rows: StepRows, rollouts: AnyArray) -> list[AnyArray]:
@@ -175,7 +194,8 @@ def whitened(rows: StepRows) -> StepRows:
     total = max(1.0, float(weights.sum()))
     mean = float((values * weights).sum()) / total
     deviation = float(np.sqrt((weights * (values - mean) ** 2).sum() / total))
-    changed = columns | {records.ADVANTAGE: (values - mean) / (deviation + 1e-8) * (weights > 0)}
+    scaled = 0.0 * values if are_equal(values[weights > 0]) else (values - mean) / (deviation + 1e-8) * (weights > 0)
+    changed = columns | {records.ADVANTAGE: scaled}
     return replace(rows, columns_S=changed) if per_token else replace(rows, columns_R=changed)
 
 

@@ -277,3 +277,12 @@ def test_every_loss_reads_columns_that_operators_write(name):
     columns = {"logprobs", "ref_logprobs", "teacher_logprobs", "proximal_logprobs", "values", "advantage", "reward"}
     assert set(read.columns) <= columns
     assert all(isinstance(value, int | float | None) for value in read.knobs.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_rollout_is_preferred_for_a_reward_that_differs_by_rounding(dtype):
+    known = {"rollout_index": torch.arange(3), "group_index": torch.zeros(3, dtype=torch.int64)}
+    known |= {"ref_logprobs": torch.zeros(3), "reward": torch.tensor([0.3, 0.1 + 0.2, 0.3], dtype=dtype)}
+    known["reward"][2] = torch.nextafter(known["reward"][2], torch.zeros((), dtype=dtype))
+    new = torch.randn(3, requires_grad=True)
+    assert not _gradients(losses.dpo(new_logprobs=new, **known).sum(), [new]).any()

@@ -31,6 +31,7 @@ def rows(number: int, rewards: list[Any], lengths: list[Any]) -> pa.RecordBatch:
         ([rows(0, [0, None, 0], [1, 2, 3])], ["reward"]),
         ([rows(0, [None, None], [1, 2])], []),
         ([rows(0, [0], [1])], []),
+        ([rows(0, [0.3, 0.1 + 0.2, 0.3], [1, 2, 3])], ["reward"]),
     ],
 )
 def test_a_scorer_is_silent_that_tells_nobody_from_his_siblings(groups: list[Any], silent: list[str]) -> None:
@@ -45,8 +46,15 @@ def test_an_example_shows_what_was_given_for_what() -> None:
 
 def test_values_that_are_lists_or_maps_are_compared_too() -> None:
     """Arrow has no kernel for these: a trainer whose scorers give vectors died of it."""
+    near = [[0.3, 1.0], [0.1 + 0.2, 1.0], [0.3, 1.0]]
     same, other = [[0.5, 1.0]] * 3, [[0.5, 1.0], [0.5, 1.0], [0.5]]
-    for values, silent in ((same, ["parts"]), (other, []), ([None, None, None], []), ([[1.0], None, [1.0]], ["parts"])):
+    for values, silent in (
+        (same, ["parts"]),
+        (other, []),
+        ([None, None, None], []),
+        ([[1.0], None, [1.0]], ["parts"]),
+        (near, ["parts"]),
+    ):
         made = rows(0, [0, 1, 0], [1, 2, 3]).append_column("parts", pa.array(values, pa.list_(pa.float64())))
         assert list(silent_scores([made], {"parts": "mine.py:9"})) == silent
     maps = pa.array([{"a": 1.0}] * 3, pa.struct([("a", pa.float64())]))

@@ -276,6 +276,7 @@ def by_peft(base: Path, folder: Path, **knobs: Any) -> Any:
     import peft
 
     make: Any = peft.LoraConfig
+    torch.manual_seed(0)
     module = peft.get_peft_model(load_model(Model(str(base))), make(**({"r": RANK, "task_type": "CAUSAL_LM"} | knobs)))
     module.peft_config["default"].base_model_name_or_path = str(base)
     moved(module).save_pretrained(str(folder))
@@ -290,7 +291,7 @@ def test_adapters_of_peft_go_on_as_peft_computes_them(base: Path, tmp_path: Path
     reader, merged = load_merged(model)
     frozen, _ = load_merged(model.frozen())
     for found in (module, reader, frozen):
-        torch.testing.assert_close(logprobs(found), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(logprobs(found).double(), wanted.double(), rtol=0, atol=5e-5)
     outline = outlined_to_train(model)
     assert outline is not None and all(
         torch.equal(outline.given[name], weight) for name, weight in trained(module).items()
