@@ -1,5 +1,5 @@
 # demo: learn to sort; test: the quick tests; test-all: the slow ones too, and test-narrow: as if the processor were
-# narrower; lint; bench, bench-narrow; each sets up what it needs.
+# narrower; lint; bench, bench-narrow; pictures: those of the README; each sets up what it needs.
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
@@ -17,7 +17,7 @@ NARROW_KERNELS = $(if $(filter x86_64,$(shell uname -m)),x86-64-v3,native)
 NARROW_TEST = $(TEST) -m 'not slow and not gpu' tests/operators tests/transport/weights
 RESULTS ?= runs
 
-.PHONY: venv demo test test-all test-narrow quick every lint style types bench bench-narrow clean
+.PHONY: venv demo test test-all test-narrow quick every lint style types bench bench-narrow pictures clean
 
 venv: $(MARK)
 
@@ -63,6 +63,10 @@ bench: venv
 	$(RUN) -m bench.generator --json $(RESULTS)/generator.jsonl
 	$(RUN) -m bench.weight_plane --json $(RESULTS)/weight_plane.jsonl
 	$(RUN) -m bench.trainer --json $(RESULTS)/trainer.jsonl
+
+pictures: venv
+	$(RUN) -m bench.headline
+	$(RUN) -m bench.live.pictures docs
 
 bench-narrow: venv
 	$(NARROW) DATAFLOW_MARCH=$(NARROW_KERNELS) $(MAKE) --no-print-directory bench RESULTS=$(RESULTS)/narrow

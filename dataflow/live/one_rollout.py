@@ -31,7 +31,7 @@ def one(table: pa.Table, row: int) -> dict[str, Any]:
     texts = {name: part(found, name, 0, TEXT) for name in (records.PROMPT, records.COMPLETION, records.ERROR)}
     tokens = found.get(records.TOKENS) or []
     columns = {
-        name: cut(str(number(value)), 400) for name, value in scores(found).items() if name not in texts
+        name: cut(_told(value), 400) for name, value in scores(found).items() if name not in texts
     }  # fmt: skip
     alike = [name for name in (records.GROUP_ID, records.PROMPT_ID, records.OF_SOURCE) if name in found]
     same = functools.reduce(pc.and_, [pc.equal(table.column(name), found[name]) for name in alike])
@@ -118,10 +118,14 @@ def _no_ratio(row: Mapping[str, Any]) -> str:
     return "not stored: no weights drew it" if row[records.NEW_LOGPROBS] else "not stored: its step did not train it"
 
 
+def _told(value: Any) -> str:
+    return "no value" if value is None else str(number(value))
+
+
 def _member(table: pa.Table, at: int) -> dict[str, Any]:
     small = [name for name in table.schema.names if not pa.types.is_list(table.schema.field(name).type)]
     row = table.select(small).slice(at, 1).to_pylist()[0]
-    columns = {name: cut(str(number(value))) for name, value in scores(row).items()}
+    columns = {name: cut(_told(value)) for name, value in scores(row).items()}
     length = pc.sum(table.column(records.MASK).slice(at, 1).combine_chunks().flatten()).as_py() or 0
     return {
         "row": at, "rollout_id": row[records.ROLLOUT_ID], "position": row[records.POSITION], "length": length,
