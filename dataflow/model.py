@@ -105,6 +105,9 @@ class Model(metaclass=KnobCheck):
     """Frozen weights are never trained and need no feedback."""
     lora: LoRA | None = field(default=None, kw_only=True)
     """Adapters that are trained instead of the weights; None: the weights themselves are."""
+    context_tokens: int | None = field(default=None, kw_only=True)
+    """Most tokens of a sequence, prompt and completion together; None: as many as its config says. A rope that is
+    another for long sequences than for short ones (longrope, dynamic) is that of this length in the whole run."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str | Path) or not str(self.source):
@@ -115,6 +118,11 @@ class Model(metaclass=KnobCheck):
         object.__setattr__(self, "source", str(self.source))
         _one_of("head", self.head, HEADS)
         _one_of("dtype", self.dtype, DTYPES)
+        if self.context_tokens is not None and (not _is_whole(self.context_tokens) or self.context_tokens < 2):
+            raise GraphError(
+                f"Model knob 'context_tokens' is {self.context_tokens!r}, which is no length; give a whole number of 2 "
+                f"or more, or None"
+            )
         if not self.name:
             object.__setattr__(self, "name", Path(self.source).name or self.source)
         if self.lora is not None and not isinstance(self.lora, LoRA):

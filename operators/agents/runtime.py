@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -26,12 +25,8 @@ from operators.episodes.dialogue import Context, SaidTurn, TurnRequest
 from operators.episodes.heard import Heard
 from operators.episodes.runtime import UNBOUNDED, EpisodesRuntime, LiveEpisode
 from operators.generation.groups import PromptGroup
+from operators.models.borders import longest
 from operators.models.loading import load_configs, load_tokenizer
-
-
-def own_context_tokens(config: Any) -> int:
-    """A model's own limit of prompt and completion, as its config has it."""
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED)
 
 
 class WholePrompts:
@@ -67,7 +62,9 @@ class AgentsRuntime(EpisodesRuntime):
         """Load the tokenizer of the generator's model, open the endpoint, start the process that starts programs."""
         assert agent.generator is not None and agent.generator.uses is not None, "the graph was checked"
         config, generation = load_configs(agent.generator.uses)
-        self._turns_in_run = TurnsInRun(agent.generator.traits.context_tokens or own_context_tokens(config))
+        self._turns_in_run = TurnsInRun(
+            longest(agent.generator.uses, config, agent.generator.traits.context_tokens) or UNBOUNDED
+        )
         tokenizer = load_tokenizer(agent.generator.uses)
         ends = end_tokens(SimpleNamespace(config=config, generation_config=generation), tokenizer)
         service = RunService(

@@ -19,6 +19,7 @@ from operators.engine.precision.intake import Intake
 from operators.engine.sampling_params import Sampling
 from operators.engine.self_test import adapt
 from operators.engine.stop_strings import StopStrings, end_tokens, split
+from operators.models.borders import longest
 from operators.models.loading import load_merged, load_tokenizer
 from operators.models.merged_adapters import Merged
 
@@ -62,8 +63,9 @@ def build_native(
     intake: Merged | Intake | None = merged
     if model is None:
         model, intake = load_merged(declaration.model, device=context.device)
+    context_tokens = context_tokens_of(declaration, model.config)
     tokenizer = load_tokenizer(declaration.model)
-    tested = adapt(model, declaration.model.name)
+    tested = adapt(model, declaration.model.name, context_tokens)
     if declaration.compile and context.device != "cpu":
         fuse_layers(model)
     if declaration.weights != "model":
@@ -76,7 +78,7 @@ def build_native(
     engine = Engine(
         model,
         slots=declaration.slots,
-        context_tokens=context_tokens_of(declaration, model.config),
+        context_tokens=context_tokens,
         sampling=sampling_of(declaration),
         end_tokens=sorted(ends),
         stop=stop,
@@ -113,6 +115,5 @@ def stops_of(
 
 
 def context_tokens_of(declaration: GeneratorKnobs, config: Any) -> int:
-    """Most tokens of prompt and completion together."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return declaration.context_tokens or most or CONTEXT_TOKENS
+    """Most tokens of prompt and completion together. ModelError as `longest`."""
+    return longest(declaration.model, config, declaration.context_tokens) or CONTEXT_TOKENS

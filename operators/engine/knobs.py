@@ -89,7 +89,8 @@ class GeneratorKnobs(Generate):
         """What graphs are checked for, and what a replica takes."""
         return Traits(
             tensor_parallel=self.tensor_parallel, temperature=self.temperature, chat=self.chat,
-            in_flight=self.in_flight, max_tokens=self.max_tokens, context_tokens=self.context_tokens, top_k=self.top_k,
+            in_flight=self.in_flight, max_tokens=self.max_tokens, top_k=self.top_k,
+            context_tokens=self.context_tokens or getattr(self.model, "context_tokens", None),
             slots=self.slots, cache_bytes=self.cache_bytes,
             sleeps=self.engine == "native" and not self.compile, unrecorded=self._unrecorded,
         )  # fmt: skip

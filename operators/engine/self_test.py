@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from operators.engine.native.fused import FusedStep, supports
 from operators.engine.pages import Prefix, pages_for
 from operators.engine.precision import unrounded
 from operators.engine.prefill import lay_out
+from operators.models.borders import late_borders, moved_borders, settle_rope
 from operators.models.errors import ModelError
 
 TOKENS, DECODED = 35, 5
@@ -40,29 +42,43 @@ class SelfTest:
 
 
 @torch.inference_mode()
-def adapt(model: torch.nn.Module, name: str) -> SelfTest:
+def adapt(model: torch.nn.Module, name: str, context_tokens: int | None = None) -> SelfTest:
     """Switch `model` to attention over pages and prove it on a short sequence, before trained weights reach it.
 
-    Pages and kernels are proved, not the rounding of inputs that layers may do: it is left out meanwhile.
+    Where something begins at a later position of `context_tokens` (None: at any), it is proved once more with that
+    position moved into the sequence. Pages and kernels are proved, not the rounding of inputs that layers may do: it is
+    left out meanwhile.
 
     Raises:
-        ModelError: it does not use transformers' attention interface, keeps state beside keys and values, or
-            gives other logits from pages.
+        ModelError: it does not use transformers' attention interface, keeps state beside keys and values, gives other
+            logits from pages, or `settle_rope` refuses it.
     """
+    settle_rope(model, name, None)
     with unrounded(model):
-        return _adapt(model, name)
+        return _adapt(model, name, late_borders(model, context_tokens))
 
 
-def _adapt(model: torch.nn.Module, name: str) -> SelfTest:
+def _adapt(model: torch.nn.Module, name: str, late: Mapping[str, float]) -> SelfTest:
     attention.register()
     device = next(model.parameters()).device
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     length = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, int(config.vocab_size), length)).to(device)
-    expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    allowed = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
+
+    def with_borders(logits: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """With borders where they are and, where there are late ones, with those moved."""
+        made = [logits()]
+        if late:
+            with moved_borders(model, late):
+                made.append(logits())
+        return made
+
+    expected = with_borders(lambda: model(input_ids=ids[None], use_cache=False).logits[0, 1:].float())
     model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    sizes: list[int] = []
     try:
-        found, token_bytes = _from_pages(model, ids, None)
+        found = with_borders(lambda: _from_pages(model, ids, None, sizes))
     except ModelError:
         raise
     except Exception as error:
@@ -70,28 +86,41 @@ def _adapt(model: torch.nn.Module, name: str) -> SelfTest:
             f"model '{name}' cannot generate from slots: {type(error).__name__}: {error}; "
             f"use a decoder of transformers whose layers attend through its attention interface"
         ) from error
-    allowed = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
-    worst = _difference(found, expected)
-    if not worst <= allowed and torch.isfinite(expected).all():
+    worst = _differences(found, expected)
+    if not worst[0] <= allowed and torch.isfinite(expected[0]).all():
         raise ModelError(
-            f"model '{name}' cannot generate from slots: its logits differ by {worst:.2g} (relative) from "
+            f"model '{name}' cannot generate from slots: its logits differ by {worst[0]:.2g} (relative) from "
             f"its own forward pass, more than {allowed}; use a decoder whose only state is keys and values"
+        )
+    if not worst[-1] <= allowed and torch.isfinite(expected[-1]).all():
+        begins = ", ".join(f"{border} {value}" for border, value in late.items())
+        raise ModelError(
+            f"model '{name}' cannot generate from slots where {begins} begins: its logits differ there by "
+            f"{worst[-1]:.2g} (relative) from its own forward pass, more than {allowed}; give "
+            f"context_tokens below {min(late.values())}, or use a decoder whose attention is causal, full or with a "
+            f"sliding window"
         )
     kernel = native_kernel(model)
     if kernel is not None:
         try:
-            if not _difference(_from_pages(model, ids, kernel)[0], expected) <= allowed:
-                kernel = None
+            found = with_borders(lambda: _from_pages(model, ids, kernel, sizes))
+            kernel = kernel if all(each <= allowed for each in _differences(found, expected)) else None
         except ModelError:
             kernel = None
-    return SelfTest(kernel, _proved(model, ids, expected, allowed) if kernel is not None else None, token_bytes)
+    fused = None
+    if kernel is not None and supports(model):
+        fused = FusedStep(model)
+        found = with_borders(functools.partial(_from_fused, fused, ids))
+        fused.read_windows()
+        last = [logits[-len(found[0]) :] for logits in expected]
+        fused = fused if all(each <= allowed for each in _differences(found, last)) else None
+    return SelfTest(kernel, fused, sizes[0])
 
 
-def _proved(model: torch.nn.Module, ids: torch.Tensor, expected: torch.Tensor, allowed: float) -> FusedStep | None:
-    """The fused step, where it knows the model and gives the same logits."""
-    if not supports(model):
-        return None
-    fused, first = FusedStep(model), max(1, len(ids) - DECODED)
+def _from_fused(fused: FusedStep, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the prompt's last token and of those after it, by the fused step."""
+    fused.read_windows()
+    first = max(1, len(ids) - DECODED)
     cache, table = KVCache(pages_for(len(ids))), list(range(pages_for(len(ids))))
     prompt = Prefix(tokens=ids[:first].numpy(), cached=0, tables=[table])
     pages, none = torch.tensor([table], dtype=torch.int32), ids[:0]
@@ -99,7 +128,7 @@ def _proved(model: torch.nn.Module, ids: torch.Tensor, expected: torch.Tensor, a
     for place in range(first, len(ids)):
         here = torch.tensor([place])
         logits.append(fused(ids[place : place + 1], here, cache, AttentionLayout(cache, here, place + 1, pages), []))
-    return fused if _difference(torch.cat(logits), expected[first - 1 :]) <= allowed else None
+    return torch.cat(logits)
 
 
 def native_kernel(model: torch.nn.Module) -> Kernel | None:
@@ -111,13 +140,17 @@ def native_kernel(model: torch.nn.Module) -> Kernel | None:
     return None if compiled is None else functools.partial(native.decode_attention, compiled)
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest of `expected`."""
-    return float((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+def _differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
+    """Largest difference of each, relative to the largest that was expected."""
+    return [
+        float((logits.float() - own).abs().max() / own.abs().max().clamp(min=1e-6))
+        for logits, own in zip(found, expected, strict=True)
+    ]
 
 
-def _from_pages(model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None) -> tuple[torch.Tensor, int]:
-    """Logits [tokens, V] of the sequence, its beginning in one pass and the rest from pages; bytes per position."""
+def _from_pages(model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None, sizes: list[int]) -> torch.Tensor:
+    """Logits [tokens - 1, V] of the sequence from its second token on, its beginning in one pass and the rest from
+    pages; to `sizes`, the bytes of a position."""
     pages = list(range(pages_for(len(ids))))
     cache = KVCache(len(pages))
 
@@ -134,13 +167,23 @@ def _from_pages(model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None
         passes.append(
             (ids[place : place + 1], here, AttentionLayout(cache, here, place + 1, table, *ends, kernel=kernel))
         )
+    first = torch.arange(1, len(prompt), device=ids.device)
+    asked: list[torch.Tensor | int] = [first, *[0] * (len(passes) - 1)]
     logits = [
-        model(input_ids=tokens[None], position_ids=at[None], use_cache=False, slot_layout=layout).logits[0]
-        for tokens, at, layout in passes
+        model(
+            input_ids=tokens[None], position_ids=at[None], use_cache=False, logits_to_keep=kept, slot_layout=layout
+        ).logits[0]
+        for kept, (tokens, at, layout) in zip(asked, passes, strict=True)
     ]
+    if len(logits[0]) != len(first):
+        raise ModelError(
+            f"{type(model).__name__} cannot generate from slots: it gave {len(logits[0])} rows of logits where "
+            f"{len(first)} were asked for (logits_to_keep); use a decoder that gives those"
+        )
     if not cache.layers:
         raise ModelError(
             f"{type(model).__name__} cannot generate from slots: none of its layers called the attention "
             f"interface of transformers; use a decoder that does"
         )
-    return torch.cat(logits), cache.token_bytes
+    sizes.append(cache.token_bytes)
+    return torch.cat(logits)

@@ -11,6 +11,7 @@ from operators.forward_pass.knobs import ForwardKnobs, LogprobsKnobs, RewardKnob
 from operators.forward_pass.own_text import OwnText
 from operators.forward_pass.own_tokens import OwnTokens
 from operators.forward_pass.query import Reading
+from operators.models.borders import longest
 from operators.models.errors import ModelError
 from operators.models.loading import load_tokenizer
 from operators.training.learner.critic import Critic
@@ -21,7 +22,7 @@ from operators.training.learner.policy import Policy
 def reading_of(declaration: ForwardKnobs, node: str, module: Any) -> Reading:
     """How a declared operator asks a module that is loaded already."""
     config = module.config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None)
+    most = longest(declaration.model, config)
     if isinstance(declaration, RewardKnobs):
         if config.pad_token_id is None:
             config.pad_token_id = 0  # classifiers of sequences refuse several rows without one; nothing is padded here

@@ -62,6 +62,7 @@ def outlined(model: Model, *, dtype: str | torch.dtype | None = None, attention:
     """The module of `model` on the meta device, in eval mode, and where its weights lie, for ranks that read what they
     hold; None where it has to be loaded at once, which the log says why. Arguments and errors as `load_model`; a source
     that holds adapters alone has none."""
+    from operators.models.borders import settle_rope
     from operators.models.slices import NoOutline, files_of, outline
 
     _check_folder(model)
@@ -76,6 +77,7 @@ def outlined(model: Model, *, dtype: str | torch.dtype | None = None, attention:
     except Exception as reason:  # whatever it is, loading at once gets round it or says what is wrong
         structlog.get_logger().info("model loaded at once", model=model.name, source=model.source, reason=str(reason))
         return None
+    settle_rope(found.module, model.name, model.context_tokens)
     if found.missing:
         _log_new_head(model, found.missing)
     return found
@@ -133,6 +135,8 @@ def _loaded_at_once(model: Model, dtype: str | torch.dtype | None, attention: st
     CPUs the last bit of a matrix product depends on where its factors begin."""
     import torch
 
+    from operators.models.borders import settle_rope
+
     with _attributed(model, "weights"), no_progress_bar():
         module, found = _loader(model).from_pretrained(
             model.source,
@@ -150,6 +154,7 @@ def _loaded_at_once(model: Model, dtype: str | torch.dtype | None, attention: st
         )
     _check_weights(model, found)
     _settle_head(model, module, found)
+    settle_rope(module, model.name, model.context_tokens)
     for weight in module.parameters():
         weight.data = weight.data.clone(memory_format=torch.contiguous_format)
     trim_memory()

@@ -55,11 +55,10 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
     from operators.serving.sink import RolloutLog
 
     template = None if arguments.chat_template is None else read_template(arguments.chat_template)
-    model = Model(arguments.model, dtype=arguments.dtype)
+    model = Model(arguments.model, dtype=arguments.dtype, context_tokens=arguments.context_tokens)
     declaration = Generator(
         model=model,
         slots=arguments.slots,
-        context_tokens=arguments.context_tokens,
         cache_bytes=arguments.cache_bytes,
         name="serving",
     )

@@ -17,6 +17,7 @@ from operators.engine.results import EndedRollout
 from operators.engine.stop_strings import end_tokens
 from operators.generation.groups import PromptGroup, rollouts
 from operators.generation.tokenize import encode
+from operators.models.borders import longest
 from operators.models.errors import ModelError
 from operators.models.loading import load_configs, load_tokenizer
 
@@ -46,8 +47,7 @@ class DemonstrationRuntime(Runtime):
             )
         own = self._tokenizer.eos_token_id
         self._end = ends[0] if own is None else own
-        most = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self._context_tokens = context_tokens or most or _CONTEXT_TOKENS
+        self._context_tokens = longest(model, config, context_tokens) or _CONTEXT_TOKENS
         self._queue: deque[Batch] = deque()
 
     def room(self) -> int:

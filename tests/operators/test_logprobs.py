@@ -65,6 +65,20 @@ def test_logprobs_are_those_of_the_plain_forward(reference: Model, groups: list[
     assert table.column("ref_logprobs").type == pa.list_(pa.float32())
 
 
+def test_a_rope_that_changes_with_length_is_that_of_the_longest_sequence(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.5, 3.0, 5.0, 9.0],
+            "rope_theta": 1e4, "original_max_position_embeddings": 12}  # fmt: skip
+    module = language_model("Llama", rope_parameters=rope)
+    group = rollouts(0, ("b2", "a b c d e f g h"))
+    (short, long) = lists_of(
+        forwarding(Logprobs(Model(str(saved(module, tmp_path)), context_tokens=64).frozen())).run(group), "ref_logprobs"
+    )
+    for found, row in zip((short, long), group.to_pylist(), strict=True):
+        beyond = {"tokens": row["tokens"] + [0] * 20, "mask": row["mask"] + [False] * 20}
+        np.testing.assert_allclose(found, plain_logprobs(module, beyond)[: len(found)], atol=1e-5)
+    assert abs(np.subtract(short, plain_logprobs(module, group.to_pylist()[0]))).max() > 0.1
+
+
 def test_they_are_at_the_temperature_that_is_asked_for(reference: Model, groups: list[pa.RecordBatch]) -> None:
     table = forwarding(Logprobs(reference, temperature=0.5)).run(*groups)
     module = load_model(reference)

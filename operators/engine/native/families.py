@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from operators.engine.native.attention import serves
+from operators.models.borders import CHANGING
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 """Rotary position embeddings, RMS norms, grouped attention, gated SiLU: alike but for biases, norms and windows."""
 SILU = ("SiLUActivation", "SiLU")
-CHANGING_ROPE = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose angles at a position change with the length of the sequence."""
 
 
 def reason_against(model: torch.nn.Module) -> str | None:
@@ -22,7 +21,6 @@ def reason_against(model: torch.nn.Module) -> str | None:
     home = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
     if family not in FAMILIES or type(model).__module__ != home:
         return f"{kind} is not one of {', '.join(FAMILIES)}"
-    config: Any = model.config
     for module in model.modules():
         name = type(module).__name__
         own = type(module).__module__ == home and name.startswith(family)
@@ -31,8 +29,8 @@ def reason_against(model: torch.nn.Module) -> str | None:
             return f"it holds a {name}"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"a hook or a forward of its own is set on a {name}"
-    if config.rope_parameters["rope_type"] in CHANGING_ROPE:
-        return f"its rotary embedding is {config.rope_parameters['rope_type']}"
+    if (kind := str(model.model.rotary_emb.rope_type)) in CHANGING:  # type: ignore[union-attr]
+        return f"its rotary embedding is {kind} and not settled"
     if not serves(model) or any(type(weight) is not torch.nn.Parameter for weight in model.parameters()):
         return "its weights are not all plain float32 or all plain bfloat16 on the CPU"
     return None

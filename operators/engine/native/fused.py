@@ -187,6 +187,10 @@ class FusedStep:
         """Take over the weights that the model has now; to be called after every change of them."""
         self._weights.refresh()
 
+    def read_windows(self) -> None:
+        """Take over the windows that the model has now."""
+        self._weights.read_windows()
+
     def let_go(self) -> None:
         """Give back what it has packed, until `refresh`; the model's weights may go as well meanwhile."""
         self._weights.let_go()

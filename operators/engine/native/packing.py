@@ -108,13 +108,19 @@ class PackedWeights:
         count = len(packings)
         self._library.dataflow_pack((Packing * count)(*packings), count, torch.get_num_threads())
 
+    def read_windows(self) -> None:
+        """Take over what each layer sees of what came before."""
+        for index, layer in enumerate(self.layers):
+            layer.window = window_of(self._model, index)
+
     def _describe(self) -> None:
         """Lay out every weight in memory, from `start` on."""
         self._used = 0
         for known in (self._matrices, self._biases, self._vectors):
             known.clear()
         model, decoder = self._model, self.decoder
-        for index, (layer, module) in enumerate(zip(self.layers, model.model.layers, strict=True)):
+        self.read_windows()
+        for layer, module in zip(self.layers, model.model.layers, strict=True):
             attention, mlp = module.self_attn, module.mlp
             layer.qkv = self._matrix([attention.q_proj, attention.k_proj, attention.v_proj], 1)
             layer.mixed = self._matrix([attention.o_proj], 1)
@@ -127,7 +133,6 @@ class PackedWeights:
                 if hasattr(attention, norm)
             ]
             self._vectors += [(layer, name, norm.weight) for name, norm in norms]
-            layer.window = window_of(model, index)
         decoder.head = self._matrix([model.lm_head], 1)
         self._vectors.append((decoder, "last_norm", model.model.norm.weight))
         decoder.embedding_halves = model.model.embed_tokens.weight.dtype == torch.bfloat16

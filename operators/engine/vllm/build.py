@@ -8,12 +8,19 @@ from dataflow.runtime import Context
 from operators.engine.build import BuiltEngine, context_tokens_of, sampling_of, stops_of
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.vllm.engine import VllmEngine
+from operators.models.borders import changing_rope
+from operators.models.errors import ModelError
 from operators.models.loading import load_configs, load_tokenizer
 
 
 def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
     """As `make_engine`."""
     config, generation = load_configs(declaration.model)
+    if kinds := changing_rope(config.get_text_config()):
+        raise ModelError(
+            f"model '{declaration.model.name}' has other rope factors for long sequences than for short ones; found "
+            f'{sorted(kinds)}, of which vLLM chooses by a rule of its own; use engine="native"'
+        )
     tokenizer = load_tokenizer(declaration.model)
     holder = SimpleNamespace(config=config, generation_config=generation)
     ends, stop = stops_of(declaration, tokenizer, holder, int(config.get_text_config().vocab_size))

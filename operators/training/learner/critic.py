@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dataflow.tokens.sampling_mask import SamplingMask
+from operators.models.borders import settle_rope
 from operators.models.errors import ModelError
 from operators.training.learner.packed_attention import ATTENTION
 from operators.training.learner.packed_inputs import computing, on_device, packed_inputs
-from operators.training.learner.packed_probe import probe, switch_to_packed
+from operators.training.learner.packed_probe import switch_to_packed
 from operators.training.learner.packing import Array, TokenTree
 
 HEADS = ("score", "classifier")
@@ -34,6 +35,7 @@ class Critic:
 
         Raises ModelError when it has no last layer with one number, or its numbers depend on what comes later.
         """
+        settle_rope(module, type(module).__name__, None)
         self.module = module
         self._device = next(module.parameters()).device
         self._compute = compute
@@ -44,7 +46,7 @@ class Critic:
                 self._check_causal()
         self.packs = False
         if packed is None or packed:
-            self.packs = switch_to_packed(module, self._probed, must=bool(packed))
+            self.packs = switch_to_packed(module, self._values, compute, must=bool(packed))
 
     def at(self, temperature: float) -> None:
         """Values have none."""
@@ -55,16 +57,16 @@ class Critic:
 
     def values(self, packed: TokenTree) -> Tensor:
         """[T] float32: the number at the node before each trained token."""
-        return self._values(packed, self.packs)[self._to(packed.head_T)]
+        return self._values(self.packs, packed)
 
-    def _values(self, packed: TokenTree, is_packed: bool) -> Tensor:
-        """[U]."""
+    def _values(self, is_packed: bool, packed: TokenTree) -> Tensor:
+        nodes_T = packed.heads_U[packed.head_T]
         if is_packed:
-            return self._call(**packed_inputs(packed, self._device))[self._to(packed.heads_U)]
+            return self._call(**packed_inputs(packed, self._device))[self._to(nodes_T)]
         tokens_N = self._to(packed.tokens_N)
         rows = [self._call(input_ids=tokens_N[self._to(bucket)], use_cache=False) for bucket in packed.buckets]
         numbers = torch.cat(rows)
-        return numbers[self._to(packed.back_N[packed.heads_U])]
+        return numbers[self._to(packed.back_N[nodes_T])]
 
     def _call(self, **inputs: Any) -> Tensor:
         """The last layer's numbers at all positions, end to end."""
@@ -90,9 +92,6 @@ class Critic:
         with torch.autocast(self._device.type, enabled=False):
             bias = None if head.bias is None else head.bias.float()
             self._numbers = [F.linear(given[0].float(), head.weight.float(), bias)]
-
-    def _probed(self, is_packed: bool) -> Tensor:
-        return self._values(probe(self.module), is_packed)
 
     def _check_causal(self) -> None:
         """Packing shares prefixes: right only where a number depends on nothing that comes after it."""

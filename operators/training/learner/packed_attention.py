@@ -30,8 +30,10 @@ def packed_attention(
 
     query, key, value: [1, heads, N, D]. Returns [1, N, heads, D]. Padding stands at the right of the rows,
     where no token before it sees it, so a full-attention layer needs no mask. Raises ValueError for variants
-    that it does not compute (soft caps, sinks, biases).
+    that it does not compute (masks of the model's own, soft caps, sinks, biases).
     """
+    if attention_mask is not None:
+        raise ValueError("packed attention does not compute a mask of the model's own")
     for unknown in ("softcap", "s_aux", "position_bias"):
         if rest.get(unknown) is not None:
             raise ValueError(f"packed attention does not compute '{unknown}'")

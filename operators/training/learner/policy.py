@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dataflow.tokens.sampling_mask import SamplingMask
+from operators.models.borders import settle_rope
 from operators.training.learner.head_module import HeadModule
 from operators.training.learner.logprobs import Wanted, logprobs_of_logits
 from operators.training.learner.packed_inputs import computing, on_device, packed_inputs
-from operators.training.learner.packed_probe import probe, switch_to_packed
+from operators.training.learner.packed_probe import switch_to_packed
 from operators.training.learner.packing import Array, TokenTree
 from operators.training.learner.sliced_head import logprobs_of_head, proved_head
 
@@ -38,6 +39,7 @@ class Policy:
         None: that of the weights. packed: whether nodes go through the model without padding; None: where a
         probe shows that the model's log-probabilities stay what they were.
         """
+        settle_rope(module, type(module).__name__, None)
         self.module = module
         self.temperature = self._declared = temperature
         self._device = next(module.parameters()).device
@@ -46,7 +48,7 @@ class Policy:
         self._head: HeadModule | None = None
         self.packs = False
         if packed is None or packed:
-            self.packs = switch_to_packed(module, self._probed, must=bool(packed))
+            self.packs = switch_to_packed(module, self._probed, compute, must=bool(packed))
         self._head = proved_head(self)
 
     def at(self, temperature: float) -> None:
@@ -117,6 +119,6 @@ class Policy:
         """On the device."""
         return on_device(array, self._device)
 
-    def _probed(self, is_packed: bool) -> Tensor:
+    def _probed(self, is_packed: bool, tree: TokenTree) -> Tensor:
         self.packs = is_packed
-        return self.logprobs(probe(self.module))[0]
+        return self.logprobs(tree)[0]
