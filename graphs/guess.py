@@ -9,6 +9,7 @@ from dataflow import Graph, Model, main, scorer
 from graphs.tasks import guess as task
 from operators import Evaluate, Generator, Prompts, Trainer, episode
 from operators.credit import advantage
+from operators.episodes.chat import EpisodeOver
 from operators.losses import aipo
 from operators.warm_start import warm_start
 
@@ -18,8 +19,11 @@ STEPS = 150
 @episode(max_turns=task.TURNS)
 async def guess(chat, secret: int, blank: bool = False) -> float:  # type: ignore[no-untyped-def]
     """1 if the policy finds the secret. blank: the world says nothing that helps."""
-    while (heard := task.judge(await chat.say(), secret)) != "=":
-        chat.hear("~" if blank else heard)
+    try:
+        while (heard := task.judge(await chat.say(), secret)) != "=":
+            chat.hear("~" if blank else heard)
+    except EpisodeOver:
+        return 0.0
     return 1.0
 
 

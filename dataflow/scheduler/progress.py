@@ -77,6 +77,8 @@ class ProgressWatch:
         """Bytes of metrics.jsonl that it knows; what they say in full stays there."""
         self._doing = ""
         self._silence = Silence()
+        self._said: set[tuple[str, str]] = set()
+        """Notices of nodes that the user was told."""
         self.notices: list[str] = []
         """What the user is to be told."""
 
@@ -129,6 +131,11 @@ class ProgressWatch:
         now = self._clock()
         self._merge(heartbeats)
         self._add_up()
+        for name, node in self._nodes.items():
+            notice = str(node["status"].get("notice") or "")
+            if notice and (name, notice) not in self._said:
+                self._said.add((name, notice))
+                self.notices.append(f"'{name}': {notice}")
         if self._training is None and run.phase not in ("starting", "first_evaluation"):
             self._training = (now, self._spent_so_far())
         if self._training and self._trained is None and run.phase in ("last_evaluation", "over"):

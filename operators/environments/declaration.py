@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from dataflow.runtime import Context, Runtime
 from operators.chat.conversation import Past
 from operators.environments.addresses import absence, address_fault
 from operators.environments.playing import AGAIN, Play, function_of
-from operators.environments.systems import missing, split
+from operators.environments.systems import look_of, missing, split
 from operators.environments.tasks import TASK, SeededTasks, row_of
 from operators.episodes.declaration import Episode
 from operators.prompts import Prompts
@@ -32,6 +33,18 @@ class PlayedEnvironment(Episode):
         if gone is not None:
             raise GraphError(gone)
         return super().build(context)
+
+    @property
+    def can_look(self) -> bool:
+        """Where its system can tell; an `action` of one's own reads whatever there is."""
+        return self.play.action is None and look_of(self.play.environment) is not None
+
+    async def look(self) -> str | None:
+        """As `EpisodeKnobs.look`."""
+        look = look_of(self.play.environment)
+        place = split(self.play.environment)[1]
+        found = None if look is None else await asyncio.to_thread(look, place, **self.play.options)
+        return None if found is None else f"environment '{self.play.environment}' {found}"
 
     def tasks(
         self, source: Any, *, intro: str = "", columns: Sequence[str] = (), chat: bool = False, **knobs: Any

@@ -22,6 +22,21 @@ def make(name: str, *, actions: Sequence[str] = (), **options: Any) -> Gymnasium
     return GymnasiumSession(gymnasium.make(name, **options), tuple(actions))
 
 
+def fault(name: str, **options: Any) -> str | None:
+    """Why no text could be an action of it; None where some could."""
+    try:
+        session = make(name, **options)
+    except Exception as error:
+        return f"cannot be made; found {type(error).__name__}: {error}; correct its name or options="
+    try:
+        session.read("")
+    except (InvalidAction, TypeError) as error:
+        return None if isinstance(error, InvalidAction) else str(error)
+    finally:
+        session._env.close()
+    return None
+
+
 class GymnasiumSession:
     """One environment, in this process."""
 
@@ -54,7 +69,7 @@ class GymnasiumSession:
                 action, wanted = _array(said, space), f"a list of numbers for {space}"
             case _:
                 raise TypeError(
-                    f"actions are {space}, which no text is read as; give environment(..., action=function)"
+                    f"has actions of {space}, which no text is read as; give environment(..., action=function)"
                 )
         if action is None or not space.contains(action):
             raise InvalidAction(f"That is no action; say {wanted}.")

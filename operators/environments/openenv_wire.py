@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from dataflow.system.text import strict_json
 from operators.environments.session import ANSWER_BYTES, InvalidAction, Seen, worded
 from operators.session_pool import Away, NoRoom
 
-_BUSY_STATUS = (429, 503)
+_BUSY_STATUS, _NO_ANSWER = (429, 503), (401, 403, 408, 429)
 
 
 async def connect(url: str, *, field: str | None = None, **options: Any) -> OpenEnvSession:
@@ -28,8 +29,7 @@ async def connect(url: str, *, field: str | None = None, **options: Any) -> Open
     from websockets.asyncio.client import connect as open_socket
     from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 
-    root = url.rstrip("/").removesuffix("/ws")
-    root = root.replace("http", "ws", 1) if root.startswith("http") else root
+    root = _root(url)
     try:
         # Nobody is pinged: one that computes, or a policy that thinks, may be silent for as long as it takes.
         socket = await open_socket(f"{root}/ws", ping_interval=None, max_size=ANSWER_BYTES, close_timeout=2.0)
@@ -51,6 +51,30 @@ async def connect(url: str, *, field: str | None = None, **options: Any) -> Open
             raise Away(root) from error
         raise
     return session
+
+
+def fault(url: str, *, field: str | None = None, **options: Any) -> str | None:
+    """Why what the policy says could be no action; None where it could, or where the server does not answer now."""
+    if field is not None:
+        return None
+    try:
+        schema = _schema(_root(url).replace("ws", "http", 1))
+    except urllib.error.HTTPError as error:
+        if error.code in _NO_ANSWER or error.code >= 500:
+            return None
+        found = f"status {error.code}"
+    except OSError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(schema, dict) and schema.get("properties"):
+            return None
+        found = f"an action {schema!r:.60}"
+    return (
+        f"says nowhere what an action is; found {found} at /schema; name the text of an action as "
+        f"options={{'field': NAME}}, or give action=json.loads where the policy writes whole actions"
+    )
 
 
 class OpenEnvSession:
@@ -117,11 +141,22 @@ def _seen(data: Mapping[str, Any]) -> Seen:
     )  # fmt: skip
 
 
+def _root(url: str) -> str:
+    """Of its WebSocket."""
+    root = url.rstrip("/").removesuffix("/ws")
+    return root.replace("http", "ws", 1) if root.startswith("http") else root
+
+
+def _schema(root: str) -> Any:
+    """Of an action, as the server says."""
+    with urllib.request.urlopen(f"{root}/schema", timeout=5.0) as answer:
+        return json.loads(answer.read(ANSWER_BYTES))["action"]
+
+
 def _text_field(root: str) -> str | None:
     """The one text that an action must have, as /schema says; None where it says otherwise, or nothing."""
     try:
-        with urllib.request.urlopen(f"{root}/schema", timeout=5.0) as answer:
-            action = json.loads(answer.read(ANSWER_BYTES))["action"]
+        action = _schema(root)
         kinds = action["properties"]
         needed = [name for name in action.get("required", ()) if kinds[name].get("type") == "string"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -87,7 +87,9 @@ class Player:
         )
 
     async def play(self, chat: Chat, prompt: str, task: str) -> float:
-        """One episode. task: JSON of an object, which the session is reset with. Returns the total of the rewards."""
+        """One episode. task: JSON of an object, which the session is reset with. Returns the total of the rewards.
+
+        Raises EpisodeOver where the policy had no turn left before there was any."""
         facts = json.loads(task)
         pool = self._pool()
         async with pool.lend() as session:
@@ -99,9 +101,12 @@ class Player:
             first = self._play.heard(seen)
             if first and not stands_in(first, prompt):
                 chat.hear(first)
-            return await self._turns(chat, session)
+            value = await self._turns(chat, session)
+        if value is None:  # what nobody has scored is no 0, which may be the best there is
+            raise EpisodeOver(f"the policy has no turn left, and '{self._name}' has given no reward")
+        return value
 
-    async def _turns(self, chat: Chat, session: Session) -> float:
+    async def _turns(self, chat: Chat, session: Session) -> float | None:
         rewards: list[float] = []
         total = self._play.total
         try:
@@ -115,7 +120,7 @@ class Player:
                 if seen.terminated or seen.truncated:
                     break
         except EpisodeOver:
-            return float(total(rewards)) if rewards else 0.0
+            return float(total(rewards)) if rewards else None
         if not rewards:
             raise WorldFailed(
                 f"'{self._name}' is over and has given no reward; found none in {chat.turns} turns; what nobody has "
@@ -133,9 +138,11 @@ class Player:
             except ValueError as error:
                 if self._play.invalid in (AGAIN, END):
                     raise InvalidAction(str(error)) from error
+                chat.invalid(str(error))
                 action = self._play.invalid
             return await self._asked(lambda: session.step(action), "go on")
         except InvalidAction as error:
+            chat.invalid(str(error))
             worth, is_end = self._play.invalid_reward, self._play.invalid == END
             return Seen(
                 text=str(error), raw=error, reward=0.0 if is_end and worth is None else worth, terminated=is_end

@@ -6,7 +6,7 @@ import asyncio
 import importlib
 import importlib.util
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,8 @@ class System:
     """One of them."""
 
     module: str
-    """With `make` where environments run in this process, and `connect` where a server has them."""
+    """With `make` where environments run in this process, and `connect` where a server has them; with `fault`, where
+    something can be known of an environment before anybody plays."""
     package: str
     """As it is imported."""
     extra: str
@@ -125,6 +126,13 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
         return value
     coroutine.close()
     raise RuntimeError("it waits for something, which only an episode can")
+
+
+def look_of(name: str) -> Callable[..., str | None] | None:
+    """What says, of the name and the options, why no text could be an action of an environment; None where its system
+    cannot tell."""
+    found: Callable[..., str | None] | None = getattr(_module(split(name)[0]), "fault", None)
+    return found
 
 
 def _module(system: System) -> Any:

@@ -19,6 +19,8 @@ from operators.tools.rollout_tools import RolloutTools
 
 MOST_TOKENS = (1 << 31) - 1
 """Of a turn, as columns hold them."""
+MOST_OF_WHY = 200
+"""Characters of why a turn was invalid."""
 HEARD_CHARACTERS = 1 << 20
 """Most that the world may say between two turns of the policy: more than any context holds."""
 
@@ -63,6 +65,10 @@ class Chat(Protocol):
     def reward(self, value: float) -> None:
         """What the policy's last turn was worth: `turn_reward` at its last token. Several add up."""
 
+    def invalid(self, why: str) -> None:
+        """The policy's last turn was none that the world could read: where that becomes most of them, the run says
+        so."""
+
     def cut_off(self) -> None:
         """The world ends before its time: the finish reason is "length", as where the policy's turns are used up."""
 
@@ -99,20 +105,25 @@ class TurnQuestion:
     """Of which a turn is asked for."""
     origin: ConversationOrigin = FIRST
     """How that one began."""
+    invalid: tuple[int, str] = (0, "")
+    """How many turns so far the world could not read, and why the last of them."""
 
     def to_bytes(self) -> bytes:
         """For the wire."""
         return json.dumps(
-            [list(self.heard), self.most, list(self.rewards), self.rewritten, self.conversation, astuple(self.origin)]
-        ).encode()
+            [
+                list(self.heard), self.most, list(self.rewards), self.rewritten, self.conversation,
+                astuple(self.origin), self.invalid,
+            ]
+        ).encode()  # fmt: skip
 
     @classmethod
     def of(cls, body: bytes) -> TurnQuestion:
         """What `to_bytes` made of one."""
-        heard, most, rewards, rewritten, conversation, origin = json.loads(body)
+        heard, most, rewards, rewritten, conversation, origin, invalid = json.loads(body)
         return cls(
             heard=tuple(heard), most=most, rewards=tuple(map(tuple, rewards)), rewritten=rewritten,
-            conversation=conversation, origin=ConversationOrigin(*origin),
+            conversation=conversation, origin=ConversationOrigin(*origin), invalid=tuple(invalid),
         )  # fmt: skip
 
 
@@ -127,18 +138,21 @@ class Outcome:
     is_over: bool
     """Whether it ended because the policy had no turn left."""
     returned: Any = None
+    invalid: tuple[int, str] = (0, "")
+    """As `TurnQuestion.invalid`."""
 
     def to_bytes(self) -> bytes:
         """For the wire."""
-        return json.dumps([list(self.heard), list(self.rewards), self.is_over, self.returned]).encode()
+        return json.dumps([list(self.heard), list(self.rewards), self.is_over, self.returned, self.invalid]).encode()
 
     @classmethod
     def of(cls, body: bytes) -> Outcome:
         """What `to_bytes` made of one."""
-        heard, rewards, is_over, returned = json.loads(body)
+        heard, rewards, is_over, returned, invalid = json.loads(body)
         return cls(
-            heard=tuple(map(tuple, heard)), rewards=tuple(map(tuple, rewards)), is_over=is_over, returned=returned
-        )
+            heard=tuple(map(tuple, heard)), rewards=tuple(map(tuple, rewards)), is_over=is_over, returned=returned,
+            invalid=tuple(invalid),
+        )  # fmt: skip
 
 
 def told(text: str | None) -> bytes:
@@ -166,6 +180,8 @@ class Chats:
     """Whether the last turn that was asked for was one that the policy did not have."""
     is_cut_off: bool = False
     """Whether the world was."""
+    invalid: tuple[int, str] = (0, "")
+    """As `TurnQuestion.invalid`."""
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -184,7 +200,7 @@ class Chats:
         async with self._asking:
             question = TurnQuestion(
                 heard=chat.heard, most=most, rewards=self.rewards, rewritten=chat.rewritten,
-                conversation=chat.number, origin=chat.origin,
+                conversation=chat.number, origin=chat.origin, invalid=self.invalid,
             )  # fmt: skip
             said = json.loads(await self.ask(question.to_bytes()))
             self.is_over = said is None
@@ -198,7 +214,9 @@ class Chats:
         """How the function ended."""
         heard = [chat.heard for chat in self.chats]
         is_over = self.is_over or self.is_cut_off
-        return Outcome(heard=heard, rewards=self.rewards, is_over=is_over, returned=returned)
+        return Outcome(
+            heard=heard, rewards=self.rewards, is_over=is_over, returned=returned, invalid=self.invalid
+        )  # fmt: skip
 
 
 @dataclass
@@ -242,6 +260,8 @@ class AskedChat:
     async def call(self, reply: Reply) -> list[str]:
         """As `Chat.call`."""
         tools = self._tools()
+        if reply.broken and not reply.tool_calls:
+            self.invalid(reply.broken[0])
         results = await tools.results(reply.tool_calls)
         told = [(call, result) for call, result in zip(reply.tool_calls, results, strict=True)]
         for call, result in [*told, *((None, f"error: {reason}") for reason in reply.broken)]:
@@ -317,6 +337,10 @@ class AskedChat:
                 f"a turn is worth a finite number, but chat.reward got {value!r:.60}; give none where none applies"
             )
         self.rewards[-1] = total
+
+    def invalid(self, why: str) -> None:
+        """As `Chat.invalid`."""
+        self.among.invalid = self.among.invalid[0] + 1, sound(str(why))[:MOST_OF_WHY]
 
     def cut_off(self) -> None:
         """As `Chat.cut_off`."""

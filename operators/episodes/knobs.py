@@ -139,6 +139,15 @@ class EpisodeKnobs(Generate):
             found.append(f"{head} has no generator; apply it as {self.name}(generator, g.source(...))")
         return found
 
+    @property
+    def can_look(self) -> bool:
+        """Whether something can be known of its world before anybody plays: then `look` is called in its process."""
+        return False
+
+    async def look(self) -> str | None:
+        """What is wrong with its world, so that no episode can be; None where nothing is known to be."""
+        return None
+
     def toolbox(self, form: ChatFormat | None) -> Toolbox | None:
         """Its tools, made ready in the worker; None where it has none. Raises GraphError; WorldFailed."""
         return None

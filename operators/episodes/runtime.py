@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dataflow.errors import Unusable
 from dataflow.records import (
     COMPLETION,
     EPISODE_COLUMNS,
@@ -50,6 +51,37 @@ UNBOUNDED = 1 << 30
 """Tokens that no conversation comes to: the generator knows the context's end."""
 
 
+@dataclass
+class Majority:
+    """Counts what can go wrong with many of something, and says it once, where it did with most of the latest."""
+
+    of: int
+    """So many are looked at together."""
+    sentence: str
+    """What is said then: {} of {}, and an example."""
+    seen: int = 0
+    wrong: int = 0
+    notice: str = ""
+
+    def add(self, seen: int, wrong: int, example: str = "") -> None:
+        """Some more."""
+        self.seen, self.wrong = self.seen + seen, self.wrong + wrong
+        if self.seen >= self.of:
+            if not self.notice and 2 * self.wrong > self.seen:
+                self.notice = self.sentence.format(self.wrong, self.seen, example)
+            self.seen = self.wrong = 0
+
+
+INVALID = (
+    "most turns are none that the world can read, {} of {}, such as: {!r}; tell the policy what is one, or read its "
+    "turns otherwise (action= of an environment)"
+)
+VALUELESS = (
+    "most episodes end by their budget and have no value, {} of {}; give them more (max_turns, max_tokens, context) "
+    "or say what that is worth: catch EpisodeOver, or score them with a @scorer"
+)
+
+
 @dataclass(eq=False)
 class LiveEpisode:
     """One rollout that is being made."""
@@ -69,6 +101,8 @@ class LiveEpisode:
     """What failed, where it is not the world."""
     failures: int = 0
     """Of the world."""
+    counted: tuple[int, int] = (0, 0)
+    """Turns that its function has had, and those of them that were invalid, as far as they are counted."""
     since: float = 0.0
     """When its function began, or was last told something."""
     returned: Any = None
@@ -124,6 +158,9 @@ class EpisodesRuntime(Runtime):
         """Rollouts that failed, by cause."""
         self._world_s = 0.0
         """That functions were at work, all together."""
+        self._invalid, self._valueless = Majority(64, INVALID), Majority(32, VALUELESS)
+        self._look = self._worlds.submit(1, lambda *_: b"") if episode.can_look and not context.attempt else None
+        """The call that looks at the world, which may say that no episode can be."""
         self._owed = self._turns = self._retried = self._numbered = self._played = 0
 
     def room(self) -> int:
@@ -157,7 +194,10 @@ class EpisodesRuntime(Runtime):
         """Begin what may begin, hear the functions, and pass on what they ask and what is complete."""
         moved = self._begin() | self._tell()
         for answer in self._worlds.poll():
-            self._end(answer)
+            if answer.job == self._look:
+                self._seen(answer)
+            else:
+                self._end(answer)
             moved = True
         for asked in self._worlds.asked():
             self._ask(asked)
@@ -186,11 +226,12 @@ class EpisodesRuntime(Runtime):
     def status(self) -> dict[str, float | int | str]:
         """Episodes that are live, those of them that wait for the policy, and those that have not begun; turns heard,
         turns that were told again; failures by cause, and functions that were tried again after one; how often a
-        process was replaced; seconds of the functions, all together."""
+        process was replaced; seconds of the functions, all together; what is wrong with most of them."""
+        notice = " ".join(filter(None, (self._invalid.notice, self._valueless.notice)))
         return {
             "active": len(self._live), "asking": len(self._asked), "waiting": len(self._waiting),
             "turns": self._turns, "played": self._played, "retried": self._retried, **status_of(self._causes),
-            "restarts": self._worlds.restarts, "world_s": self._world_s,
+            "restarts": self._worlds.restarts, "world_s": self._world_s, **({"notice": notice} if notice else {}),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -262,6 +303,7 @@ class EpisodesRuntime(Runtime):
         each = self._live[asked.job]
         self._worked(each)
         question = self._question(each, asked)
+        self._count(each, question.rewards, *question.invalid)
         turn = question.conversation, len(question.rewards[question.conversation])
         try:
             found = each.talk.ask(
@@ -322,6 +364,18 @@ class EpisodesRuntime(Runtime):
                 self._say(each, each.asked, turn, text)
         return bool(drawn)
 
+    def _seen(self, answer: Answer) -> None:
+        """The world was looked at. Raises Unusable where no episode can be; what failed in looking says nothing."""
+        self._look, fault = None, "" if answer.failures else answer.body.decode()
+        if fault:
+            raise Unusable(f"'{self._name}': {fault}")
+
+    def _count(self, each: LiveEpisode, rewards: Sequence[Sequence[float]], invalid: int, why: str) -> None:
+        """Turns that its function has had by now, in this life of it."""
+        turns, (had, were) = sum(map(len, rewards)), each.counted
+        self._invalid.add(max(0, turns - had), max(0, invalid - were), why)
+        each.counted = turns, invalid
+
     def _worked(self, each: LiveEpisode) -> None:
         """Its function has asked for something, or returned: it was at work until now."""
         now = self._context.clock()
@@ -341,7 +395,7 @@ class EpisodesRuntime(Runtime):
         each.failures += bool(answer.failures)
         if answer.failures and each.error is None and each.failures < self._episode.tries:
             self._retried += 1
-            each.asked = None
+            each.asked, each.counted = None, (0, 0)
             self._await(each)
             return
         self._withdraw(each)
@@ -359,6 +413,9 @@ class EpisodesRuntime(Runtime):
             outcome = Outcome.of(answer.body)
             each.returned, tail = outcome.returned, outcome.heard
             talk.end(outcome.rewards)
+            self._count(each, outcome.rewards, *outcome.invalid)
+            has_value = self._episode.signature.output is None or each.returned is not None
+            self._valueless.add(1, outcome.is_over and not has_value)
             reason = TOO_LONG if outcome.is_over else STOPPED
         tokens, each.columns_of_turns = talk.columns()
         group.rows[each.position] = EndedRollout(

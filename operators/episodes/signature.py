@@ -14,8 +14,8 @@ from dataflow.annotations import arrow_type
 from dataflow.errors import GraphError
 from dataflow.scoring.signature import where_defined
 
-NOTHING: Mapping[Any, Any] = {float: 0.0, int: 0, bool: False, str: ""}
-"""What may be returned, and what stands for it where a function was cut off."""
+NOTHING: Mapping[Any, Any] = {float: None, int: None, bool: None, str: ""}
+"""What may be returned, and what stands for it where a function was cut off: nobody has said what that is worth."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,8 +189,14 @@ def row_bytes(row: pa.RecordBatch) -> bytes:
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
+async def _look(episode: FunctionKnobs, index: int, ask: Ask) -> bytes:
+    return (await episode.look() or "").encode()
+
+
 def _prepare(episode: FunctionKnobs, box: Toolbox | None, payload: bytes) -> Call:
-    """The function that runs an episode of this row."""
+    """The function that runs an episode of this row; where there is none, the one that looks at the world."""
+    if not payload:
+        return partial(_look, episode)
     row = pa.ipc.open_stream(pa.py_buffer(payload)).read_next_batch()
     annotations = episode.signature.annotations
     arguments = {name: row_arguments(row.column(name), annotations[name])[0] for name in row.schema.names}

@@ -1,6 +1,6 @@
 """The laws of conversations."""
 
-from .changes import instead, never
+from .changes import instead, never, without
 from .law import Law
 
 CHAT = (
@@ -42,8 +42,8 @@ CHAT = (
     Law(
         "a broken call is text, with the reason",
         "test_what_is_broken_is_text_with_the_reason",
-        "operators:_never",
-        instead("return None", "ValueError"),
+        "operators.chat:_value",
+        without("strict_json"),
         "the refusal of what JSON does not have",
     ),
     Law(

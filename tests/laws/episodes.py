@@ -12,6 +12,20 @@ EPISODES = (
         "what the world said",
     ),
     Law(
+        "what a world says is made sound where it comes in, and what cannot be fails its own rollout",
+        "test_what_a_world_says_is_made_sound_or_fails_its_own_rollout",
+        "operators.episodes:AskedChat._hear",
+        without("sound"),
+        "that bytes which could not be decoded become text",
+    ),
+    Law(
+        "what nobody has scored has no value",
+        "test_what_nobody_has_scored_has_no_value",
+        "operators.environments:Player.play",
+        never("value"),
+        "that an episode without a reward is one without a value",
+    ),
+    Law(
         "what the policy said once is told again, and not drawn again",
         "test_a_function_that_begins_anew_is_told_what_was_said_and_nothing_is_drawn_twice",
         "operators.episodes:Dialogue.ask",

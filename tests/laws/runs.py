@@ -410,6 +410,13 @@ STALENESS = (
 
 LEDGER = (
     Law(
+        "a run whose rollouts all fail alike ends after as many as a user waits for",
+        "test_a_run_whose_rollouts_all_fail_alike_ends_after_as_many_as_a_user_waits_for",
+        "operators.training:Drops.check",
+        never("is_long", "fails_alike"),
+        "the end of the run",
+    ),
+    Law(
         "issued = trained + dropped + in flight",
         "test_every_issued_group_is_trained_or_dropped_or_in_flight",
         "dataflow.folder.ledger:counts",

@@ -55,6 +55,14 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
+def test_what_a_node_notices_is_told_once(scene: Scene) -> None:
+    noticed = beat("live", 10, 0.0)
+    noticed["nodes"]["generator"]["status"]["notice"] = "most turns are none"
+    for at_s, all_0 in ((0.0, beat("live", 10, 0.0)), (1.0, noticed), (2.0, noticed)):
+        scene.note(at_s, all_0=all_0)
+    assert scene.watch.notices == ["'generator': most turns are none"]
+
+
 def test_of_nodes_that_share_devices_it_tells_who_sleeps_and_who_waits_for_whom(tmp_path: Path) -> None:
     scene = Scene(tmp_path, gpus="shared")
     scene.note(0.0, all_0=beat("live", 10, 0.0))

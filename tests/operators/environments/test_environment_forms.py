@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dataflow.errors import WorldFailed
+from operators.environments.declaration import environment
 from operators.environments.session import InvalidAction
 from operators.environments.systems import made
 
@@ -120,6 +121,19 @@ def test_gymnasium_actions_are_read_as_the_space_has_them(gymnasium: list[Line])
             session.read(said)
     with pytest.raises(TypeError, match="which no text is read as; give"):
         made("gymnasium:Line-v0", {"space": SimpleNamespace()}).read("1")
+
+
+def test_gymnasium_is_looked_at_before_anybody_plays(gymnasium: list[Line]) -> None:
+    for options, found in (
+        ({}, None),
+        ({"space": Box()}, None),
+        ({"space": SimpleNamespace()}, "which no text is read as; give environment(..., action=function)"),
+        ({"nothing": 1}, "'gymnasium:Line-v0' cannot be made; found TypeError: "),
+    ):
+        said = run(environment("gymnasium:Line-v0", options=options).look())
+        assert said is None if found is None else found in said
+    assert all(line.closed for line in gymnasium)
+    assert not environment("gymnasium:Line-v0", action=int).can_look
 
 
 # TextArena

@@ -26,6 +26,7 @@ class Spoken:
     heard: list[str] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     is_cut_off: bool = False
+    invalids: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def turns(self) -> int:
@@ -43,6 +44,9 @@ class Spoken:
 
     def reward(self, value: float) -> None:
         self.rewards[-1] += value
+
+    def invalid(self, why: str) -> None:
+        self.invalids.append(why)
 
     def cut_off(self) -> None:
         self.is_cut_off = True
@@ -96,7 +100,15 @@ def test_an_environment_that_cuts_off_is_told_from_one_that_is_over(tmp_path: Pa
 
 def test_a_policy_whose_turns_are_used_up_keeps_what_it_had(tmp_path: Path) -> None:
     assert played(Spoken(["a", "b"]), tmp_path, {"seed": 7, "turns": 3}) == 2.0
-    assert played(Spoken([]), tmp_path, {"seed": 7}) == 0.0
+
+
+def test_what_nobody_has_scored_has_no_value(tmp_path: Path) -> None:
+    """Where all rewards are negative, 0 would be the best of them."""
+    chat = Spoken(["7", "8"])
+    for silent in (Spoken([]), chat):
+        with pytest.raises(EpisodeOver):
+            played(silent, tmp_path, {"seed": 7, "strict": True})
+    assert chat.invalids == ["say a letter"] * 2
 
 
 def test_wording_and_actions_are_the_users_to_choose(tmp_path: Path) -> None:
@@ -120,7 +132,7 @@ def test_what_an_invalid_action_leads_to_is_stated(
     turns = 2 if invalid == "b" else 1
     task = {"seed": 7, "strict": True, "turns": turns}
     assert played(chat, tmp_path, task, invalid=invalid, invalid_reward=-0.5) == value
-    assert chat.heard == heard and chat.rewards == rewards
+    assert chat.heard == heard and chat.rewards == rewards and chat.invalids == ["say a letter"]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,30 @@ class TestOpenEnv:
         assert chat.heard == ["7=", "a=", "z=", "b="] and chat.rewards == [1.0, 0.0, 1.0]
         assert served.resets == [{"seed": 7, "turns": 3}]
 
+    @pytest.mark.parametrize(
+        ("schema", "knobs", "found"),
+        [
+            (None, {}, "found status 404 at /schema"),
+            ("<html>", {}, "found JSONDecodeError"),
+            ("{}", {}, "found KeyError: 'action'"),
+            ('{"action": {"type": "object"}}', {}, "found an action"),
+            (None, {"options": {"field": "message"}}, None),
+            (None, {"action": json.loads}, None),
+            ('{"action": {"properties": {"a": {}, "b": {}}}}', {}, None),
+        ],
+    )
+    def test_a_server_that_does_not_say_what_an_action_is_is_found_out_before_anybody_plays(
+        self, schema: str | None, knobs: dict[str, Any], found: str | None
+    ) -> None:
+        with openenv(schema=schema) as served:
+            world = self.world(served, **{"options": {}, **knobs})
+            said = asyncio.run(world.look()) if world.can_look else None
+            assert served.started == 0
+        assert said == found if found is None or said is None else found in said and "says nowhere what" in said
+
+    def test_a_server_that_is_away_when_it_is_looked_at_says_nothing(self) -> None:
+        assert asyncio.run(environment("openenv:ws://127.0.0.1:9").look()) is None
+
     def test_a_full_server_is_waited_for(self) -> None:
         from websockets.asyncio.client import connect
 

@@ -2,14 +2,17 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rigs.policy import CHAT_TEMPLATE, tiny_policy
 from structlog.testing import capture_logs
 
 from dataflow import Graph, Model, WorldFailed, collect
+from dataflow.errors import Unusable
 from operators import Generator, Prompts, episode
 from operators.episodes.chat import Chat
+from operators.episodes.declaration import Episode
 from operators.episodes.runtime import EpisodesRuntime
 from operators.models.loading import load_tokenizer
 
@@ -133,3 +136,42 @@ def test_what_a_world_says_is_made_sound_or_fails_its_own_rollout(chat: bool, ch
         failure = FAILS.get(row["answer"])
         assert (row["error"] is None) == (failure is None) and (failure is None or failure[1] in row["error"]), row
         assert failure or row["harmed"] == "caf\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("does", "said"), [("invalid", "such as: 'say a letter'"), ("over", "have no value"), ("", "")]
+)
+def test_the_run_is_told_where_most_turns_are_invalid_or_most_episodes_have_no_value(
+    does: str, said: str, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @episode(isolate=False, max_turns=2)
+    async def plays(chat: Chat) -> float:
+        for _ in range(3 if does == "over" else 2):
+            await chat.say()
+            if does == "invalid":
+                chat.invalid("say a letter")
+        return 1.0
+
+    told, close = [], EpisodesRuntime.close
+    monkeypatch.setattr(EpisodesRuntime, "close", lambda self: (told.append(self.status()), close(self)))
+    rows = [{"prompt": f"{n}="} for n in range(16)]
+    g, generator = Graph("plays"), Generator(Model(str(policy)).frozen(), group_size=2, max_tokens=1)
+    found = collect(plays(generator, g.source(Prompts(rows, epochs=1))), rows=32)
+    assert found.column("plays").null_count == (32 if does == "over" else 0)
+    (status,) = told
+    assert said in str(status.get("notice", "")) and bool(said) == ("notice" in status)
+
+
+def test_a_world_that_was_looked_at_and_cannot_be_ends_the_run(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @episode
+    async def plays(chat: Chat) -> None:
+        await chat.say()
+
+    async def look(self: Any) -> str:
+        return "environment 'line' has actions that no text is read as"
+
+    monkeypatch.setattr(Episode, "can_look", True)
+    monkeypatch.setattr(Episode, "look", look)
+    g, generator = Graph("plays"), Generator(Model(str(policy)).frozen(), group_size=2, max_tokens=1)
+    with pytest.raises(Unusable, match="'plays': environment 'line' has actions"):
+        collect(plays(generator, g.source(Prompts([{"prompt": "a="}], epochs=None))), rows=1000)

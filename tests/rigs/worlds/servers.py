@@ -79,13 +79,15 @@ def in_thread(serve: Callable[[asyncio.Event, Callable[[str], None]], Coroutine[
 
 @contextlib.contextmanager
 def openenv(
-    *, capacity: int = 1, turns: int = 2, ping_s: float | None = None, port: int = 0, log: Path | None = None
+    *, capacity: int = 1, turns: int = 2, ping_s: float | None = None, port: int = 0, log: Path | None = None,
+    schema: str | None = None,
 ) -> Iterator[Served]:  # fmt: skip
     """An OpenEnv server: each connection one environment, worth 1 for each turn that begins with one of LETTERS.
 
     port: 0: any that is free. log: as of `Served`. ping_s: it pings so often, and closes who does not answer in ten
     seconds. "die" ends a connection, "think" is answered when nobody was for half a second, no ping either, "shout"
-    with 10 MB, "mute" not at all, "broken" with an error of the environment; a number is no action."""
+    with 10 MB, "mute" not at all, "broken" with an error of the environment; a number is no action. schema: what it
+    answers at /schema; None: it has no such route."""
     from websockets.asyncio.server import serve
     from websockets.exceptions import ConnectionClosed
 
@@ -156,8 +158,15 @@ def openenv(
             pings.cancel()
             served.end()
 
+    def routed(connection: Any, request: Any) -> Any:
+        if request.path != "/schema":
+            return None
+        return connection.respond(404, "no route") if schema is None else connection.respond(200, schema)
+
     async def work(until: asyncio.Event, ready: Callable[[str], None]) -> None:
-        async with serve(session, "127.0.0.1", port, close_timeout=1, ping_interval=None) as server:
+        async with serve(
+            session, "127.0.0.1", port, close_timeout=1, ping_interval=None, process_request=routed
+        ) as server:
             ready(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             await until.wait()
 

@@ -137,7 +137,7 @@ def test_a_program_whose_turns_are_used_up_is_over_and_its_failure_is_the_length
     endless = [{"prompt": f"a{n}=", "answer": "endless"} for n in range(2)]
     found = collect(ends(generator, g.source(Prompts(endless, columns=("answer",)))), rows=2).to_pylist()
     assert [(row["finish_reason"], row["error"], row["talker"], max(row["turn"])) for row in found] == [
-        ("length", None, 0.0, 2)
+        ("length", None, None, 2)
     ] * 2
 
 

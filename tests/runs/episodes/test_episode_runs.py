@@ -313,12 +313,12 @@ async def endless(chat: Any) -> float:
         chat.hear("a" * len(await chat.say()))
 
 
-def test_an_episode_whose_turns_are_used_up_is_over_and_says_so(policy: Path) -> None:
+def test_an_episode_whose_turns_are_used_up_is_over_and_has_no_value(policy: Path) -> None:
     g = Graph("over")
     generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=4, slots=8)
     found = collect(endless(generator, g.source(Prompts(rows(4)))), rows=4).to_pylist()
     assert {(row["finish_reason"], row["error"], row["endless"], max(row["turn"])) for row in found} == {
-        ("length", None, 0.0, 1)
+        ("length", None, None, 1)
     }
 
 

@@ -46,7 +46,7 @@ def test_rewards_that_are_never_numbers_end_the_run_at_once_with_the_users_line(
     graph = tiny_graph(policy, scorers=(never_a_number,), max_tokens=2)
     with pytest.raises(
         RunError,
-        match=r"dropped 65 groups.*reward: unusable: returned nan.*test_hopeless_runs\.py:\d+.*restart would not",
+        match=r"dropped 16 groups.*reward: unusable: returned nan.*test_hopeless_runs\.py:\d+.*restart would not",
     ):
         run(graph, steps=4, runs=tmp_path, quiet=True)
     assert [(fault["worker"], fault["attempt"]) for fault in faults(tmp_path)] == [("trainer-0", 0)]
