@@ -1,9 +1,12 @@
 """`main(build)`: makes a command of a function that builds a graph."""
 
+import contextlib
 import inspect
+import io
+import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +15,7 @@ from rich.markup import escape
 
 from dataflow.agent.host_program import HOSTED
 from dataflow.display import say
-from dataflow.errors import DataflowError, GraphError
+from dataflow.errors import DataflowError, GraphError, called_here
 from dataflow.folder.run_folder import RunFolder
 from dataflow.foresight.command import AUTO, foreseen_of_run, told
 from dataflow.foresight.steps import CONSTANTS
@@ -57,7 +60,12 @@ def main(
     chosen: dict[str, Any] = {}
     command = _command(build, steps, chosen)
     given, wishes = Wishes.split_off(sys.argv[1:] if args is None else args)
-    tyro.cli(command, args=given, prog=_program(build), config=(tyro.conf.OmitArgPrefixes,))
+    try:
+        _parse(command, given, _program(build))
+    except SystemExit as ended:
+        if ended.code == 2:
+            _tell_other_names(command, given)
+        raise
     flags = {name: chosen.pop(name) for name in _RUN_FLAGS}
     status = 0
     try:
@@ -84,6 +92,20 @@ def main(
         status = status_of(error)
     if status:
         sys.exit(status)
+
+
+def _parse(command: Callable[..., None], given: Sequence[str], program: str) -> None:
+    tyro.cli(command, args=given, prog=program, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _tell_other_names(command: Callable[..., None], given: Sequence[str]) -> None:
+    """Of flags that another system has: what they are called here."""
+    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
+        _parse(command, ["--help"], "")
+    known = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", told.getvalue())}
+    for flag in (word.partition("=")[0] for word in given if word.startswith("--")):
+        if own := called_here(flag[2:].replace("-", "_"), known):
+            say(f"{escape(flag)} is --{own.replace('_', '-')} here", sys.stderr)
 
 
 def _say(text: str, error: BaseException) -> None:

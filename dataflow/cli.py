@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import os
 import platform
 import re
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +56,8 @@ from dataflow.system.interrupts import interrupted, status_of
 from dataflow.trackers.command import track_run
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+LatestRun = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")]
+Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
 Trust = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
@@ -63,6 +66,11 @@ def main() -> None:
     """Run the command line; the process ends with its status."""
     try:
         status = _run(sys.argv[1:])
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 128 + signal.SIGPIPE
     except DataflowError as error:
         say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", sys.stderr)
         status = 2
@@ -107,7 +115,7 @@ def _versions() -> str:
 
 
 def check(
-    run: Run = Path("runs/latest"), *, deep: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    run: LatestRun = Path("runs/latest"), *, deep: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 ) -> int:  # fmt: skip
     """Recompute the ledger's identity from a run folder alone, and see whether its files are as they were written;
     status 1 when not.
@@ -119,7 +127,7 @@ def check(
     return report(run, deep=deep)
 
 
-def show(run: Run = Path("runs/latest")) -> int:
+def show(run: LatestRun = Path("runs/latest")) -> int:
     """Print the summary of a run again.
 
     Args:
@@ -206,7 +214,7 @@ def set_knobs(
     return 0
 
 
-def checkpoint(run: Run = Path("runs/latest")) -> int:
+def checkpoint(run: LatestRun = Path("runs/latest")) -> int:
     """Let the trainers of a run that is under way write a checkpoint after the step under way; returns then.
 
     Args:
@@ -216,7 +224,7 @@ def checkpoint(run: Run = Path("runs/latest")) -> int:
     return 0
 
 
-def stop(run: Run = Path("runs/latest")) -> int:
+def stop(run: LatestRun = Path("runs/latest")) -> int:
     """Let a run that is under way finish its step, write a checkpoint and end, as Ctrl-C does where it was started.
 
     Args:
@@ -234,7 +242,7 @@ def stop(run: Run = Path("runs/latest")) -> int:
 
 
 def resume(
-    run: Run = Path("runs/latest"),
+    run: LatestRun = Path("runs/latest"),
     *,
     steps: int | None = None,
     from_: Annotated[str, tyro.conf.arg(name="from")] = "",
@@ -264,7 +272,7 @@ def resume(
 
 
 def replay(
-    run: Run = Path("runs/latest"),
+    run: LatestRun = Path("runs/latest"),
     *,
     from_: Annotated[int, tyro.conf.arg(name="from")] = 0,
     to: int | None = None,
@@ -313,7 +321,7 @@ def replay(
     return start_again(folder, *wishes.as_arguments(), trust=trust)
 
 
-def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False) -> int:
+def doctor(run: LatestRun = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False) -> int:
     """Say who waits for whom in a run, for how long, and what every worker does; or what a run left that is over.
 
     Args:
@@ -325,7 +333,7 @@ def doctor(run: Run = Path("runs/latest"), stacks: Annotated[bool, tyro.conf.Fla
 
 
 def live(
-    runs: Runs = (Path("runs/latest"),),
+    runs: Annotated[Runs, tyro.conf.arg(metavar="[RUN ...]")] = (Path("runs/latest"),),
     port: int = 0,
     steer: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:

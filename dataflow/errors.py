@@ -21,7 +21,7 @@ import functools
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -186,6 +186,11 @@ def _shown(signature: inspect.Signature) -> str:
     return f"({', '.join([*needed, *(['...'] if len(needed) < len(parameters) else [])])})"
 
 
+def called_here(knob: str, known: Collection[str]) -> str:
+    """What is called `knob` in another system, by its name among those that are known here; empty: none is."""
+    return next((name for name, _ in _PLACES.get(knob, ()) if name in known), "")
+
+
 def hint(knob: str, known: Iterable[str]) -> str:
     """What to write for a knob that is not known: as in a refusal, behind what was found.
 
@@ -195,8 +200,8 @@ def hint(knob: str, known: Iterable[str]) -> str:
     names = list(known)
     alike = [knob] if knob in _PLACES else difflib.get_close_matches(knob, names, n=1)
     for alias in alike or difflib.get_close_matches(knob, _PLACES, n=1, cutoff=0.8):
-        own = [alias] if alias in names else [name for name, _ in _PLACES[alias] if name in names]
-        return f"; did you mean '{own[0]}'?" if own else f"; that is {_PLACES[alias][0][1]}"
+        own = alias if alias in names else called_here(alias, names)
+        return f"; did you mean '{own}'?" if own else f"; that is {_PLACES[alias][0][1]}"
     near = difflib.get_close_matches(knob, names, n=_NEAREST, cutoff=0.0)
     return f"; the nearest that it has are {near}" if near else "; it has none"
 

@@ -21,12 +21,15 @@ from dataflow.system.files import to_json
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+LatestRun = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")]
 CURVE_CELLS = 60
 """Of a curve in the terminal."""
 
 
 def list_runs(
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path("runs"), *, json: Flag = False
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = Path("runs"),
+    *,
+    json: Flag = False,
 ) -> int:
     """List the runs of a folder, newest first: state, steps, accuracy or reward, age. Looks only, at live ones too.
 
@@ -60,7 +63,7 @@ def _row(run: ListedRun) -> tuple[str, ...]:
 
 
 def export_run(
-    run: Folder = Path("runs/latest"),
+    run: LatestRun = Path("runs/latest"),
     *,
     to: Literal["parquet", "hf"],
     out: Path | None = None,
@@ -86,7 +89,7 @@ def export_run(
     return 0
 
 
-def report_run(run: Folder = Path("runs/latest"), *, out: Path | None = None, by: str = REWARD) -> int:
+def report_run(run: LatestRun = Path("runs/latest"), *, out: Path | None = None, by: str = REWARD) -> int:
     """Write a run as one HTML file to send: curves, graph, rollouts, faults, ledger, environment. It loads nothing.
 
     Args:

@@ -21,7 +21,7 @@ TURN_S = 0.5
 
 
 def track_run(
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/latest"),
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = Path("runs/latest"),
     *,
     to: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     metrics_port: int | None = None,

@@ -1,6 +1,9 @@
 """`main(build)` and the `dataflow` command, as a user types them."""
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,6 +52,13 @@ def test_an_unknown_flag_names_the_nearest_one(capsys: pytest.CaptureFixture[str
     assert status_of("--group-sise", "3") == 2
     captured = capsys.readouterr()
     assert "--group-size" in captured.out + captured.err
+
+
+def test_a_flag_of_another_system_is_told_with_its_name_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--num-generations", "8", "--max_steps=3", "--epsilon", "0.2") == 2
+    told = capsys.readouterr().err
+    assert "--num-generations is --group-size here" in told and "--max_steps is --steps here" in told
+    assert "--epsilon is" not in told
 
 
 def test_a_flag_of_the_wrong_type_is_refused() -> None:
@@ -208,6 +218,15 @@ def test_what_is_mistyped_is_told_with_what_was_meant(
     assert typed(*words) == 2
     captured = capsys.readouterr()
     assert said in captured.out + captured.err
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_word() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "dataflow", "list", "--help"]
+    found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (found.returncode, found.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_a_swap_names_a_file_from_where_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
