@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from operators.losses.per_rollout import ratio_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,7 +27,7 @@ def ppo(
     values (trained with `value_loss`), whitened over the step (Trainer(whiten=True)), and normalize="tokens". A
     KL penalty is in the reward: `credit.token_rewards` and `credit.token_gae`.
     """
-    return -clipped((new_logprobs - logprobs).exp(), advantage, clip_low, clip_high)
+    return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
 def grpo(
@@ -36,7 +38,7 @@ def grpo(
     Assumes `logprobs` of the policy before the update, `normalized_advantage`, and normalize="rollout_means": the
     mean over rollouts of each rollout's mean. The paper's KL term is `with_kl(grpo, beta=0.04)`.
     """
-    return -clipped((new_logprobs - logprobs).exp(), advantage, clip_low, clip_high)
+    return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
 def dr_grpo(
@@ -49,7 +51,7 @@ def dr_grpo(
     `logprobs` of the policy before the update, `credit.advantage` and normalize="rollouts".
     max_tokens: the constant, which is the length a completion may have.
     """
-    return -clipped((new_logprobs - logprobs).exp(), advantage, clip_low, clip_high) / max_tokens
+    return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high) / max_tokens
 
 
 def dapo(
@@ -61,7 +63,7 @@ def dapo(
     all tokens. Its other two parts are no part of the loss: a @keep filter that drops groups without signal, and
     a penalty for overlong answers in the reward.
     """
-    return -clipped((new_logprobs - logprobs).exp(), advantage, clip_low, clip_high)
+    return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
 def reinforce_plus_plus(
@@ -73,4 +75,4 @@ def reinforce_plus_plus(
     `credit.token_rewards` (KL in the reward), normalised over the whole step by Trainer(whiten=True), and
     normalize="tokens". Its variant with a baseline takes `credit.advantage` instead, whitened the same.
     """
-    return -clipped((new_logprobs - logprobs).exp(), advantage, clip_low, clip_high)
+    return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dataflow.errors import GraphError
+from operators.losses.per_rollout import MOST_LOG_RATIO, ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +77,7 @@ def kl_to_reference(new_logprobs: Tensor, ref_logprobs: Tensor, kl_beta: float =
     Never negative, and unbiased as a value where tokens are drawn from pi; its gradient is  (1 - r) * grad log pi,
     which is that of the reverse KL only near the reference. Assumes `ref_logprobs` at the temperature of sampling.
     """
-    gap = ref_logprobs - new_logprobs
+    gap = (ref_logprobs - new_logprobs).clamp(max=MOST_LOG_RATIO)
     return kl_beta * (gap.exp() - gap - 1.0)
 
 
@@ -85,7 +86,7 @@ def corrected_kl(new_logprobs: Tensor, logprobs: Tensor, ref_logprobs: Tensor, k
 
     Unbiased in value and in gradient, the reverse KL's, whatever policy mu drew the tokens. The ratio is not bounded.
     """
-    return (new_logprobs - logprobs).exp() * kl_to_reference(new_logprobs, ref_logprobs, kl_beta)
+    return ratio_of(new_logprobs - logprobs) * kl_to_reference(new_logprobs, ref_logprobs, kl_beta)
 
 
 def entropy_bonus(entropy: Tensor, entropy_weight: float = 0.001) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums and means over each rollout's tokens, laid out per token again; without waiting for the device."""
+"""Ratios, and sums and means over each rollout's tokens, laid out per token again; without waiting for the device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+MOST_LOG_RATIO = 20.0
+"""Of a token, or of a rollout's mean. e^89 is no float32 any more, and infinity times 0 in one token's gradient would
+cost the whole step."""
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp, held at e^20, where it has no gradient: two policies that are further apart agree in nothing."""
+    return log_ratio.clamp(max=MOST_LOG_RATIO).exp()
 
 
 def total(values: Tensor, index: Tensor) -> Tensor:

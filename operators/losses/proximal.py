@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from operators.losses.clipped import clipped
-from operators.losses.per_rollout import sum_per_rollout
+from operators.losses.per_rollout import ratio_of, sum_per_rollout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +28,8 @@ def decoupled_ppo(
     paper's is the one before the update), `credit.advantage` or gae, and normalize="tokens".
     cap: of the weight proximal / generator; the paper has none.
     """
-    weight = (proximal_logprobs - logprobs).exp().clamp(max=cap)
-    return -weight * clipped((new_logprobs - proximal_logprobs).exp(), advantage, clip_low, clip_high)
+    weight = ratio_of(proximal_logprobs - logprobs).clamp(max=cap)
+    return -weight * clipped(ratio_of(new_logprobs - proximal_logprobs), advantage, clip_low, clip_high)
 
 
 def truncated_is(
@@ -42,8 +42,8 @@ def truncated_is(
     off-policy RL training", put it before the clipped objective. Assumes proximal log-probabilities of the generator's
     weights in the trainer's precision, and the credit and normalize of the clipped loss that it stands for.
     """
-    weight = (proximal_logprobs - logprobs).exp().clamp(max=cap)
-    return -weight * clipped((new_logprobs - proximal_logprobs).exp(), advantage, clip_low, clip_high)
+    weight = ratio_of(proximal_logprobs - logprobs).clamp(max=cap)
+    return -weight * clipped(ratio_of(new_logprobs - proximal_logprobs), advantage, clip_low, clip_high)
 
 
 def sequence_truncated_is(
@@ -55,8 +55,8 @@ def sequence_truncated_is(
     Unbiased up to the cap, where the weight per token leaves out how likely the prefix was; its variance grows with
     length. Otherwise as `truncated_is` (Yao et al. 2025), and with the same assumptions.
     """
-    weight = sum_per_rollout(proximal_logprobs - logprobs, rollout_index).exp().clamp(max=cap)
-    return -weight * clipped((new_logprobs - proximal_logprobs).exp(), advantage, clip_low, clip_high)
+    weight = ratio_of(sum_per_rollout(proximal_logprobs - logprobs, rollout_index)).clamp(max=cap)
+    return -weight * clipped(ratio_of(new_logprobs - proximal_logprobs), advantage, clip_low, clip_high)
 
 
 def icepop(
@@ -69,6 +69,6 @@ def icepop(
     of use, and it has neither value nor gradient (it still counts in what the sum is divided by). The paper names
     the bounds alpha and beta. Assumes what `truncated_is` assumes; the paper's credit is `normalized_advantage`.
     """
-    ratio = (proximal_logprobs - logprobs).exp()
+    ratio = ratio_of(proximal_logprobs - logprobs)
     weight = ratio.where((ratio >= least) & (ratio <= most), 0.0)
-    return -weight * clipped((new_logprobs - proximal_logprobs).exp(), advantage, clip_low, clip_high)
+    return -weight * clipped(ratio_of(new_logprobs - proximal_logprobs), advantage, clip_low, clip_high)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from operators.losses.clipped import clipped
-from operators.losses.per_rollout import mean_per_rollout
+from operators.losses.per_rollout import mean_per_rollout, ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,5 +21,5 @@ def gspo(
     defaults are the paper's). Assumes `logprobs` of the policy before the update, `normalized_advantage` and
     normalize="rollout_means".
     """
-    ratio = mean_per_rollout(new_logprobs - logprobs, rollout_index).exp()
+    ratio = ratio_of(mean_per_rollout(new_logprobs - logprobs, rollout_index))
     return -clipped(ratio, advantage, clip_low, clip_high)

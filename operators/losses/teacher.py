@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from operators.losses.per_rollout import ratio_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,5 +19,5 @@ def distill(new_logprobs: Tensor, logprobs: Tensor, teacher_logprobs: Tensor, rh
     Assumes `teacher_logprobs` from Logprobs on the teacher, at the temperature of sampling and over the whole
     vocabulary, and no reward. Any normalize; "tokens" makes it the KL per token.
     """
-    weight = (new_logprobs.detach() - logprobs).exp().clamp(max=rho)
+    weight = ratio_of(new_logprobs.detach() - logprobs).clamp(max=rho)
     return -weight * (teacher_logprobs - new_logprobs.detach()) * new_logprobs

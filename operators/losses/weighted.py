@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from operators.losses.per_rollout import ratio_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -16,7 +18,7 @@ def aipo(new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rho: float =
     distribution each token was really sampled from, and an advantage without division by the deviation
     (`credit.advantage`). Any normalize.
     """
-    weight = (new_logprobs.detach() - logprobs).exp().clamp(max=rho)
+    weight = ratio_of(new_logprobs.detach() - logprobs).clamp(max=rho)
     return -weight * advantage * new_logprobs
 
 
@@ -27,7 +29,7 @@ def aipo_surrogate(new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rh
     token with a ratio above `rho` pushes with rho * A; here it is silent, whatever the sign of A. Below `rho` both
     have the same gradient. Assumes what `aipo` assumes.
     """
-    return -(new_logprobs - logprobs).exp().clamp(max=rho) * advantage
+    return -ratio_of(new_logprobs - logprobs).clamp(max=rho) * advantage
 
 
 def cispo(
@@ -39,5 +41,5 @@ def cispo(
     bounds the weight from above alone, as clip_low=1 does. Assumes `normalized_advantage`; the paper divides by
     the tokens of a group's rollouts (normalize="tokens", over the whole step).
     """
-    ratio = (new_logprobs.detach() - logprobs).exp()
+    ratio = ratio_of(new_logprobs.detach() - logprobs)
     return -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage * new_logprobs

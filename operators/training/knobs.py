@@ -47,7 +47,7 @@ class TrainerKnobs(Learn):
     """Steps over which the learning rate rises from 0."""
     schedule: str = "constant"
     """What it does afterwards: constant, linear or cosine, down to `min_lr` at `decay_steps`."""
-    decay_steps: int | None = None
+    decay_steps: int | None = settable(None, at=STEP)
     """Steps, the warm-up included, until it is at `min_lr`; None: the run's, or what its prompts suffice for."""
     min_lr: float = settable(0.0, at=STEP)
     """Where it ends, unless it is constant."""

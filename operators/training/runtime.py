@@ -61,7 +61,8 @@ class TrainerRuntime(Runtime):
         self._trainer, self._context, self._learner = trainer, context, learner
         self._source = only_source(context)
         self._knobs = KnobsByStep(trainer, context.changes, context.ledger)
-        self._making = StepMaker(trainer, context, learner, start, self._knobs)
+        told = told or {}
+        self._making = StepMaker(trainer, context, learner, start, self._knobs, told.get("decay_steps"))
         self._journal = Journal(context, self._source)
         debt = Debt(trainer.recover_within_s)
         self._saver = CheckpointSaver(context, learner, tokenizer, start, debt, trainer.checkpoint_every)
@@ -79,7 +80,6 @@ class TrainerRuntime(Runtime):
         self._surplus = 0
         """Groups that came after its last step."""
         self._bad_steps = 0
-        told = told or {}
         self._skipped_steps = int(told.get("skipped_steps", 0))
         self._ending = ""
         self._done = False
@@ -338,7 +338,7 @@ class TrainerRuntime(Runtime):
         if metrics["no_signal"] is not None:
             context.log.warning("no signal", node=context.node, step=step, **metrics["no_signal"])
         self._offers.look_at(outcome, step)
-        metrics |= self._offers.sent()
+        metrics |= self._offers.sent() | ({"decay_steps": making.decay_steps} if making.decay_steps else {})
         journal.commit(step, groups, self._drops.reasons, metrics, making.new_logprobs())
         self._saver.made(making.seconds)
         recorded = clock()

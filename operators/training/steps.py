@@ -34,16 +34,18 @@ class StepMaker:
         learner: Learner,
         step: int,
         knobs: KnobsByStep[TrainerKnobs] | None = None,
+        decay_steps: int | None = None,
     ) -> None:
         """step: steps behind the weights that `learner` has. knobs: of each step, where they were changed; None: they
-        are the trainer's. GraphError where the schedule has no end."""
+        are the trainer's. decay_steps: of the schedule that steps were made by. GraphError where the schedule has no
+        end, or the run goes on after it."""
         self.learner, self.step = learner, step
         self.knobs = knobs or KnobsByStep(trainer, ())
         self.rows: StepRows | None = None
         """Of the step under way."""
         self._trainer, self._clock, self._span = trainer, context.clock, context.span
         """The trainer with the knobs that its learner goes by."""
-        self._decay_steps = _decay_steps(trainer, context)
+        self._decay_steps = _decay_steps(self.knobs.at(step + 1), context, decay_steps)
         self._parts: list[Array] = []
         self.seconds = 0.0
         """Of work for the step under way, or for the last one."""
@@ -62,8 +64,13 @@ class StepMaker:
         trainer = self.knobs.at(self.step + 1)
         return learning_rate(
             self.step + 1, trainer.lr, warmup_steps=trainer.warmup_steps, schedule=trainer.schedule,
-            decay_steps=self._decay_steps, min_lr=trainer.min_lr,
+            decay_steps=self.decay_steps, min_lr=trainer.min_lr,
         )  # fmt: skip
+
+    @property
+    def decay_steps(self) -> int | None:
+        """Steps until the learning rate is at its end, as the next update sees it; None: it is constant."""
+        return self._decay_steps and (self.knobs.at(self.step + 1).decay_steps or self._decay_steps)
 
     def begin(self, groups: Sequence[pa.RecordBatch]) -> None:
         """Start the next step, of these groups. RecordError as `step_rows`."""
@@ -124,10 +131,20 @@ class StepMaker:
         self.pace.add(stage, seconds)
 
 
-def _decay_steps(trainer: TrainerKnobs, context: Context) -> int | None:
-    """Steps until the learning rate is at its end. GraphError when there should be one and none is known."""
-    found = trainer.decay_steps or context.steps or context.prompt_steps
-    if found is None and trainer.schedule != "constant":
+def _decay_steps(trainer: TrainerKnobs, context: Context, begun: int | None) -> int | None:
+    """The trainer's, or the schedule's that was `begun`, or the run's. GraphError when there should be one and none is
+    known, or when steps of the run would be left without a rate."""
+    steps = context.steps or context.prompt_steps
+    found = trainer.decay_steps or begun or steps
+    if trainer.schedule == "constant":
+        return None
+    if trainer.decay_steps is None and begun and steps and steps > begun and not trainer.min_lr:
+        raise GraphError(
+            f"'{context.node}' has schedule='{trainer.schedule}', which began as one of {begun} steps and ends at 0, "
+            f"but this run is to make {steps}; ask for {begun} steps, or give its last checkpoint to a new run, whose "
+            f"schedule is its own"
+        )
+    if found is None:
         raise GraphError(
             f"'{context.node}' has schedule='{trainer.schedule}', but nothing says when it ends: no steps, and prompts "
             f"without end; give the run steps, the prompts epochs, or the trainer decay_steps"

@@ -13,6 +13,8 @@ from dataflow.records import REF_LOGPROBS
 
 Measures = Mapping[str, float | None]
 
+_MOST_LOG_RATIO = 300.0
+"""Of a token, in figures: the square of such a ratio is still a number in float64."""
 POLICY_SUMS = ("tokens", "ratio", "squared_ratio", "kl", "truncated", "same_tokens", "same_gap")
 """What is summed of a policy's tokens; the last two of those drawn from the very weights that are trained."""
 VALUE_SUMS = ("tokens", "target", "squared_target", "residual", "squared_residual")
@@ -70,8 +72,8 @@ class Diagnostics:
 
         oldest_T: of each token's rollout the oldest version that drew any of it.
         """
-        log_ratio = new_T - old_T
-        ratio = log_ratio.exp()
+        log_ratio = (new_T - old_T).double()
+        ratio = log_ratio.clamp(max=_MOST_LOG_RATIO).exp()
         low, high = self.bounds or (0.0, math.inf)
         same = oldest_T == self.version
         found = [
@@ -82,8 +84,8 @@ class Diagnostics:
         if entropy_T is not None:
             found.append(entropy_T.sum())
         if reference_T is not None:
-            gap = reference_T - new_T
-            found.append((gap.exp() - 1 - gap).sum())
+            gap = (reference_T - new_T).double()
+            found.append((gap.clamp(max=_MOST_LOG_RATIO).exp() - 1 - gap).sum())
         self._add(found, ratio.max() if len(ratio) else ratio.new_zeros(()))
 
     def critic(self, new_T: Tensor, target_T: Tensor) -> None:

@@ -63,6 +63,33 @@ def test_micro_batches_change_neither_loss_nor_gradient(name):
         assert torch.allclose(grad, found[0][1], atol=1e-5 * found[0][1].abs().max().item())
 
 
+RATIOS = {
+    **STEPS, "aipo": (losses.aipo, "tokens"), "grpo": (losses.grpo, "rollout_means"),
+    "aipo_surrogate": (losses.aipo_surrogate, "tokens"), "decoupled_ppo": (losses.decoupled_ppo, "tokens"),
+    "icepop": (losses.icepop, "tokens"), "truncated_is": (losses.truncated_is, "tokens"),
+    "corrected": (losses.with_kl(losses.cispo, corrected=True), "tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RATIOS)
+def test_one_token_whose_ratio_overflows_costs_no_step(name):
+    loss, normalize = RATIOS[name]
+    columns = read_loss(loss, "trainer").columns
+    batch = GROUPS[0]
+    for column in ("logprobs", "proximal_logprobs", "ref_logprobs", "teacher_logprobs"):
+        values = batch.column(column).to_pylist()
+        at = batch.column("mask")[0].as_py().index(True)
+        values[0][at] += 0.0 if column.startswith(("ref", "teacher")) else -300.0 if column == "logprobs" else -120.0
+        place = batch.schema.get_field_index(column)
+        batch = batch.set_column(place, batch.schema.field(column), pa.array(values, batch.schema.field(column).type))
+    learner = tiny_learner(tiny_trainer(loss=loss, normalize=normalize))
+    for part in learner.begin(rows_of(batch, *GROUPS[1:], columns=columns), 0):
+        learner.micro(part)
+    outcome = learner.end(0.0)
+    assert outcome.culprit is None and outcome.grad_norm > 0
+    assert all(np.isfinite(figure) for figure in outcome.measures.values() if figure is not None)
+
+
 def test_a_group_is_never_cut_where_pairs_are_made_of_it():
     rows = rows_of(*GROUPS, columns=read_loss(losses.dpo, "trainer").columns)
     learner = tiny_learner(tiny_trainer(loss=losses.dpo, micro_batch_tokens=1))

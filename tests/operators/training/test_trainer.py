@@ -400,7 +400,7 @@ def test_a_schedule_ends_with_the_run_or_with_the_prompts_and_is_refused_where_n
     def rates(**facts):
         context = Context(node="trainer", columns={"prompts": COLUMNS}, **facts)
         runtime = TrainerRuntime(trainer, context, tiny_learner(trainer), None)
-        return runtime._making._decay_steps
+        return runtime._making.decay_steps
 
     trainer = tiny_trainer(schedule="linear")
     assert (rates(steps=7, prompt_steps=9), rates(prompt_steps=9)) == (7, 9)

@@ -17,7 +17,7 @@ from lives_rig import GROUPS, Life, declared, policy_folder, run_folder, same
 from ranks_rig import in_a_fork
 from trainer_rig import COLUMNS, group
 
-from dataflow.errors import OperatorError
+from dataflow.errors import GraphError, OperatorError
 from dataflow.folder.finished import Finished, SealedWriter
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
@@ -152,6 +152,17 @@ def test_a_schedule_that_was_changed_does_not_change_the_steps_that_were_made(po
     again = Life(folder, declared(policy, schedule="linear", decay_steps=20)).run()
     assert same(first.state(), again.state())
     again.end()
+
+
+def test_a_schedule_keeps_its_end_whatever_steps_a_run_is_given_later(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    Life(folder, declared(policy, schedule="cosine"), steps=6).run(range(8)).end()
+    for knobs, steps, ends in (({}, 5, 6), ({}, 6, 6), ({"min_lr": 1e-3}, 20, 6), ({"decay_steps": 20}, 20, 20)):
+        again = Life(folder, declared(policy, schedule="cosine", **knobs), steps=steps)
+        assert again.runtime._making.decay_steps == ends
+        again.end()
+    with pytest.raises(GraphError, match=r"began as one of 6 steps .* to make 20; ask for 6 steps"):
+        Life(folder, declared(policy, schedule="cosine"), steps=20)
 
 
 # What is lost
