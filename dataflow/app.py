@@ -220,7 +220,7 @@ def _act(
         planned = make_plan(graph, **how, devices=devices, one_process=flags["inline"])
         if flags["explain"]:
             print(planned.explain())
-            for source, promise in (PROMISED.get() or {}).items():
+            for source, promise in (PROMISED.get(None) or {}).items():
                 print(f"{source} is not there yet: {promise.how} makes it when the run starts")
         if flags["draw"]:
             print(f"drew {graph.draw(flags['draw'], planned)}")

@@ -150,7 +150,7 @@ class KnobCheck(type):
     def __call__(cls, *args: Any, **knobs: Any) -> Any:
         """Make the declaration, its arguments checked first."""
         known = [item.name for item in dataclasses.fields(cls) if item.init]  # type: ignore[arg-type]
-        _check(cls.__name__, inspect.signature(cls.__init__), known, (None, *args), knobs)  # type: ignore[misc]
+        _refuse_unknown(cls.__name__, inspect.signature(cls.__init__), known, (None, *args), knobs)  # type: ignore[misc]
         return super().__call__(*args, **knobs)
 
 
@@ -160,13 +160,13 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **knobs: P.kwargs) -> T:
-        _check(function.__name__, signature, signature.parameters, args, knobs)
+        _refuse_unknown(function.__name__, signature, signature.parameters, args, knobs)
         return function(*args, **knobs)
 
     return call
 
 
-def _check(
+def _refuse_unknown(
     name: str, signature: inspect.Signature, known: Iterable[str], args: tuple[Any, ...], knobs: Mapping[str, Any]
 ) -> None:  # fmt: skip
     for knob in knobs:

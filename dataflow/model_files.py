@@ -34,7 +34,7 @@ PROMISED: ContextVar[dict[str, PromisedModel] | None] = ContextVar("promised", d
 
 def promised(source: str) -> PromisedModel | None:
     """Of a model that a run would make first; None: it is there, or nobody promised it."""
-    return (PROMISED.get() or {}).get(source)
+    return (PROMISED.get(None) or {}).get(source)
 
 
 def config_of(source: str) -> Any:

@@ -76,7 +76,7 @@ def warm_start(
             f"a warm start would replace {target}, which it did not make; found a folder or file without "
             f"{RECORD_FILE}; name another folder or remove that one"
         )
-    if PROMISED.get() is None:
+    if PROMISED.get(None) is None:
         target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=target.parent if target.parent.is_dir() else None, prefix=f".{target.name}-"
@@ -98,7 +98,7 @@ def warm_start(
         )
         if recorded_fingerprint(target) == spec.fingerprint:
             return target
-        if (promises := PROMISED.get()) is not None:
+        if (promises := PROMISED.get(None)) is not None:
             promises[str(target)] = spec.promise()
             return target
         (work / "spec.json").write_text(json.dumps(dataclasses.asdict(spec)), "utf-8")

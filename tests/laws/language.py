@@ -135,9 +135,9 @@ LANGUAGE = (
     Law(
         "an unknown knob is refused",
         refused("unknown_knob"),
-        "dataflow:KnobCheck.__call__",
+        "dataflow:_refuse_unknown",
         never("knob", "known"),
-        "the refusal of an unknown knob of an operator",
+        "the refusal of an unknown knob",
     ),
     Law(
         "a column of another type is refused",
