@@ -44,7 +44,8 @@ def games(count: int, numbers: int, turns: int, *, seed: int, held_out: bool = F
 
 def lay_out_chats(folder: Path) -> None:
     """Give a policy a chat template."""
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    if folder.is_dir():  # an explanation makes no policy
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 def judge(said: str, secret: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from dataflow import Graph, GraphError, Model, RunError, cli, inline, main, run, scorer
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from graphs import sorting
+from graphs import played_by_programs, sorting
 from operators import Generator, Trainer
 from operators.credit import advantage
 
@@ -105,6 +105,14 @@ def test_explain_refuses_the_flags_that_the_run_would_refuse(
 ) -> None:
     assert status_of("--explain", *flags) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_program_that_adds_to_its_policy_is_explained_before_that_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(played_by_programs.build, args=["--explain"])
+    assert "a warm start of 300 steps makes it" in capsys.readouterr().out and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("looks", [("--explain",), ("--draw", "g.svg"), ("--foresee", "2xcpu")])
