@@ -170,6 +170,8 @@ class Context:
     """Of its knobs, made while the run went on, as `KnobsInForce.changes`."""
     on_demand: bool = False
     """For sources: issue only the rounds that the control asks for (evaluation)."""
+    takers: tuple[Any, ...] = ()
+    """For sources: generators, and what reads demonstrations, that take its prompts as they are."""
     episodes: tuple[str, ...] = ()
     """For a generator: those that ask it for turns, each under its name as their source."""
     folder: "RunFolder | None" = None

@@ -76,4 +76,6 @@ class Demonstrations(Generate):
         """Load the tokenizer. Raises ModelError when it cannot be, or when it names no end token."""
         from operators.sources.demonstration_runtime import DemonstrationRuntime
 
-        return DemonstrationRuntime(self.model, answer=self.answer, chat=self.chat, context_tokens=self.context_tokens)
+        return DemonstrationRuntime(
+            self.model, node=context.node, answer=self.answer, chat=self.chat, context_tokens=self.context_tokens
+        )

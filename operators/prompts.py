@@ -9,9 +9,10 @@ import pyarrow as pa
 
 from dataflow.annotations import admits_none, arrow_type
 from dataflow.errors import RecordError, nearest
-from dataflow.node import Source, Traits
+from dataflow.node import Generate, Source, Traits
 from dataflow.records import ERROR, OF_SOURCE, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
+from operators.models.errors import ModelError
 from operators.sources.forms import DATA_FORMS
 from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
 from operators.sources.prompt_runtime import PromptRuntime
@@ -149,10 +150,24 @@ class Prompts(Source):
             "prompts read", source=self.name, prompts=len(table), left_out=report.dropped,
             skipped=report.skipped, equal_to_another=report.duplicates,
         )  # fmt: skip
+        said = [each for each in (self._too_long(taker, table.column(PROMPT)) for taker in context.takers) if each]
+        for text in said:
+            context.log.warning("prompts are too long", source=self.name, said=text)
         return PromptRuntime(
-            table, report, context, name=self.name, shuffle_seed=self.shuffle_seed, group_size=self.group_size,
-            epochs=self.epochs,
+            table, report, context, notice=" ".join(said), name=self.name, shuffle_seed=self.shuffle_seed,
+            group_size=self.group_size, epochs=self.epochs,
         )  # fmt: skip
+
+    def _too_long(self, taker: Generate, prompts: pa.ChunkedArray) -> str:
+        """As `tokenize.too_long`; empty where that cannot be told here: whoever takes them says what is wrong then."""
+        from operators.generation.tokenize import too_long
+
+        try:
+            return too_long(taker, prompts)
+        except ModelError:
+            return ""
+        except RecordError as error:
+            raise RecordError(f"'{self.name}': {error}") from error
 
     @property
     def _stated(self) -> Mapping[str, Any]:

@@ -163,6 +163,10 @@ def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> 
         "forwards": _forwards(graph, columns),
         "bounds": bounds_at(graph, plan, operator), "feedback": _feedback(graph, node),
         "episodes": tuple(episode.name for episode in episodes_of(graph, node)),
+        "takers": tuple(
+            call.operator for call in graph.calls
+            if call.output.source == node and isinstance(call.operator, Generate) and call.operator.asks is None
+        ),
         "own_folder": own_folder(graph, node), "prompt_steps": _prompt_steps(graph, operator),
         "on_demand": operator.name in plan.on_demand, "threads": plan.placements[node].threads_of(replica),
         "replicas": plan.placements[node].replicas, "ranks": plan.placements[node].ranks,

@@ -11,12 +11,14 @@ HUNG: Final = "hung"
 DIED: Final = "died"
 """A process ended during a call, or took more memory than its limit."""
 UNUSABLE: Final = "unusable"
-"""A function gave what is no value of its column."""
+"""A function gave what is no value of its column; a prompt, or a conversation, is none."""
+TOO_LONG: Final = "too_long"
+"""A prompt has no room in the context: it can never be trained."""
 WORLD: Final = "world"
 """Something outside failed that the policy has no part in: a judge, a network; tried again before it counts."""
 OTHER: Final = "other"
 """Of an error that names no cause."""
-CAUSES: Final = (RAISED, HUNG, DIED, UNUSABLE, WORLD)
+CAUSES: Final = (RAISED, HUNG, DIED, UNUSABLE, TOO_LONG, WORLD)
 BY_CAUSE: Final = "failed_"
 """Before a cause, in the status of a node: how many rollouts failed by it."""
 

@@ -251,8 +251,9 @@ class EpisodesRuntime(Runtime):
     def _encoded(self, prompts: Sequence[str]) -> list[AnyArray | str]:
         """Tokens of prompts, or what is wrong with them."""
         return encode(
-            self._tokenizer, prompts, chat=self._form is not None, context_tokens=UNBOUNDED, tools=self._told_tools
-        )
+            self._tokenizer, prompts, node=self._name, chat=self._form is not None, context_tokens=UNBOUNDED,
+            tools=self._told_tools,
+        )  # fmt: skip
 
     def _begins(self, group: PromptGroup, prompt: str) -> Begin:
         """What conversations of a rollout begin with."""

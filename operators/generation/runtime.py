@@ -94,7 +94,10 @@ class GeneratorRuntime(Runtime):
         if batch.source in self._context.episodes:
             return turns_of(batch, self._context_tokens)
         texts = batch.records.column(PROMPT).to_pylist()
-        encoded = encode(self.tokenizer, texts, chat=self._declaration.chat, context_tokens=self._context_tokens)
+        encoded = encode(
+            self.tokenizer, texts, node=self._context.node, chat=self._declaration.chat,
+            context_tokens=self._context_tokens,
+        )  # fmt: skip
         return groups.of_prompts(batch, encoded, self._declaration.group_size)
 
     def work(self) -> list[Batch] | None:

@@ -7,17 +7,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from dataflow.errors import RecordError
+from dataflow.model import Model
+from dataflow.node import Generate
 from dataflow.records import AnyArray
+from dataflow.scoring.failure import TOO_LONG, UNUSABLE, RolloutFailure
+
+_LOOKED_BYTES = 8 << 20
+"""Of prompts that are made tokens of to know how many are too long: a second or two."""
+_LAID_OUT_BYTES = 256
+"""That a template may put around a prompt."""
+_LEAST_CONTEXT = 512
+"""Tokens that every model of any use has."""
 
 
 def encode(
-    tokenizer: Any, prompts: Sequence[str | None], *, chat: bool, context_tokens: int, tools: Sequence[Any] = ()
-) -> list[AnyArray | str]:
-    """For each prompt its tokens, int64 [1 .. context_tokens - 1], or a message in three parts.
+    tokenizer: Any, prompts: Sequence[str | None], *, node: str, chat: bool, context_tokens: int,
+    tools: Sequence[Any] = (),
+) -> list[AnyArray | str]:  # fmt: skip
+    """For each prompt its tokens, int64 [1 .. context_tokens - 1], or its failure as text.
 
-    chat: the prompts are JSON lists of {"role", "content"}, laid out by the tokenizer's chat template.
-    tools: definitions that the template is to tell of.
+    node: whose failure that is. chat: the prompts are JSON lists of {"role", "content"}, laid out by the tokenizer's
+    chat template. tools: definitions that the template is to tell of.
     """
     found: list[AnyArray | str] = ["" for _ in prompts]
     texts: dict[int, str] = {}
@@ -25,12 +39,46 @@ def encode(
         try:
             texts[place] = _chat_text(tokenizer, prompt, tools) if chat else _text(prompt)
         except Exception as error:
-            found[place] = str(error)
+            found[place] = str(RolloutFailure(node, UNUSABLE, str(error)))
     if texts:
         rows = tokenizer(list(texts.values()), add_special_tokens=not chat)["input_ids"]
         for place, ids in zip(texts, rows, strict=True):
-            found[place] = _checked(ids, context_tokens)
+            found[place] = _checked(ids, context_tokens, node)
     return found
+
+
+def too_long(taker: Generate, prompts: pa.ChunkedArray) -> str:
+    """How many prompts have no room in the context of what takes them, as a sentence; empty where all have some.
+
+    Only prompts of as many bytes are made tokens of, and of very many some. Raises RecordError where none has room.
+    """
+    from operators.models.borders import longest
+    from operators.models.loading import load_configs, load_tokenizer
+
+    model, declared = taker.uses or getattr(taker, "model", None), taker.traits.context_tokens
+    bytes_of = pc.binary_length(prompts).to_numpy()
+    if not isinstance(model, Model) or int(bytes_of.max()) + _LAID_OUT_BYTES < (declared or _LEAST_CONTEXT):
+        return ""
+    most = longest(model, load_configs(model)[0], declared)
+    if most is None:
+        return ""
+    may_be = np.flatnonzero(bytes_of + _LAID_OUT_BYTES >= most)
+    step = max(1, -(-int(bytes_of[may_be].sum()) // _LOOKED_BYTES))
+    looked = may_be if step == 1 else np.random.default_rng(0).choice(may_be, -(-len(may_be) // step), replace=False)
+    texts = prompts.take(pa.array(looked)).to_pylist()
+    tokens = encode(load_tokenizer(model), texts, node=taker.name, chat=bool(taker.traits.chat), context_tokens=most)
+    count = [RolloutFailure.read(each).cause for each in tokens if isinstance(each, str)].count(TOO_LONG)
+    if not count:
+        return ""
+    number, about = round(count * len(may_be) / len(looked)), "about " if step > 1 else ""
+    said = (
+        f"{about}{number} of {len(prompts)} prompts can never be trained: they are too long for '{taker.name}', whose "
+        f"context is {most} tokens, completion included; shorten them, leave them out with rows=, or raise "
+        f"context_tokens"
+    )
+    if count == len(prompts):
+        raise RecordError(said)
+    return said
 
 
 def _text(prompt: str | None) -> str:
@@ -52,12 +100,14 @@ def _chat_text(tokenizer: Any, prompt: str | None, tools: Sequence[Any]) -> str:
     )
 
 
-def _checked(ids: list[int], context_tokens: int) -> AnyArray | str:
+def _checked(ids: list[int], context_tokens: int, node: str) -> AnyArray | str:
     if not ids:
-        return "the prompt is empty: the tokenizer made 0 tokens of it; give every row a text"
+        why = "the prompt is empty: the tokenizer made 0 tokens of it; give every row a text"
+        return str(RolloutFailure(node, UNUSABLE, why))
     if len(ids) >= context_tokens:
-        return (
+        why = (
             f"the prompt is too long: it has {len(ids)} tokens and the context has room for {context_tokens} "
             f"with the completion; shorten it, or raise context_tokens"
         )
+        return str(RolloutFailure(node, TOO_LONG, why))
     return np.asarray(ids, dtype=np.int64)

@@ -11,6 +11,7 @@ import numpy as np
 from dataflow.model import Model
 from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT, TEMPERATURE
 from dataflow.runtime import Batch, Runtime
+from dataflow.scoring.failure import TOO_LONG, UNUSABLE, RolloutFailure
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import STOPPED
 from operators.engine.results import EndedRollout
@@ -34,9 +35,9 @@ class DemonstrationRuntime(Runtime):
     unblocked by: -
     """
 
-    def __init__(self, model: Model, *, answer: str, chat: bool, context_tokens: int | None) -> None:
-        """As `operators.Demonstrations` has them."""
-        self._answer, self._chat = answer, chat
+    def __init__(self, model: Model, *, node: str, answer: str, chat: bool, context_tokens: int | None) -> None:
+        """As `operators.Demonstrations` has them, in its node."""
+        self._node, self._answer, self._chat = node, answer, chat
         config, generation = load_configs(model)
         self._tokenizer = load_tokenizer(model)
         ends = end_tokens(SimpleNamespace(config=config, generation_config=generation), self._tokenizer)
@@ -92,10 +93,10 @@ class DemonstrationRuntime(Runtime):
         return [Batch(batch.source, made)]
 
     def _demonstrated(self, batch: Batch) -> list[EndedRollout | str]:
-        """For each row its rollout, or a message in three parts."""
+        """For each row its rollout, or its failure as text."""
         most = self._context_tokens
         texts = batch.records.column(PROMPT).to_pylist()
-        prompts = encode(self._tokenizer, texts, chat=self._chat, context_tokens=most)
+        prompts = encode(self._tokenizer, texts, node=self._node, chat=self._chat, context_tokens=most)
         answers = batch.records.column(self._answer).to_pylist()
         tokens = self._tokenizer([answer or "" for answer in answers], add_special_tokens=False)["input_ids"]
         return [self._rollout(*row) for row in zip(prompts, answers, tokens, strict=True)]
@@ -104,12 +105,14 @@ class DemonstrationRuntime(Runtime):
         if isinstance(prompt, str):
             return prompt
         if answer is None:
-            return f"the answer is null in column '{self._answer}'; give every row a text"
+            why = f"the answer is null in column '{self._answer}'; give every row a text"
+            return str(RolloutFailure(self._node, UNUSABLE, why))
         answered = RolloutTokens.given(np.array([*tokens, self._end]), mask=True)
         whole = RolloutTokens.joined([RolloutTokens.given(prompt), answered])
         if len(whole) > self._context_tokens:
-            return (
+            why = (
                 f"the demonstration is too long: it has {len(whole)} tokens and the context has room for "
                 f"{self._context_tokens}; shorten it, or raise context_tokens"
             )
+            return str(RolloutFailure(self._node, TOO_LONG, why))
         return EndedRollout(tokens=whole, start=len(prompt), reason=STOPPED, text=answer)

@@ -46,8 +46,10 @@ class PromptRuntime(Runtime):
         shuffle_seed: int | None,
         group_size: int | None,
         epochs: int | None,
+        notice: str = "",
     ) -> None:
-        """table: the prompts of an epoch. The rest as `operators.Prompts` has it."""
+        """table: the prompts of an epoch. notice: for the user. The rest as `operators.Prompts` has it."""
+        self._notice = notice
         self._source = name
         self._seed = None if shuffle_seed is None else shuffle_seed + context.seed
         self._group_size = group_size or 0
@@ -119,6 +121,7 @@ class PromptRuntime(Runtime):
             "rows": len(self._table),
             "bad_rows": self._dropped_rows,
             "done": int(is_over or self._is_draining),
+            **({"notice": self._notice} if self._notice else {}),
         }
 
     def _is_judged(self, step: int) -> bool:

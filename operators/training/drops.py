@@ -12,7 +12,7 @@ from dataflow.errors import OperatorError, Unusable
 from dataflow.records import ERROR, VERSIONS
 from dataflow.rules.reorder_buffer import QueuedGroup
 from dataflow.runtime import Context
-from dataflow.scoring.failure import counted
+from dataflow.scoring.failure import TOO_LONG, RolloutFailure, counted
 from dataflow.staleness import Bound, newest_versions, oldest_versions, sweep
 from operators.training.journal import TOO_FEW, Journal
 from operators.training.learner.rows import drop_reason, usable
@@ -82,7 +82,7 @@ class Drops:
         if not good.any():
             errors = [error for error in records.column(ERROR).to_pylist() if error]
             self._last_failure = self._attributed(errors[0]) if errors else self._valueless(records)
-            self._failures.update(counted(errors))
+            self._failures.update(counted(error for error in errors if RolloutFailure.read(error).cause != TOO_LONG))
             return "failed" if errors else "skipped"
         if self.bound is not None:
             if newest_versions(records.column(VERSIONS)).max() > step:

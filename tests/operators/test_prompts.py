@@ -15,12 +15,18 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rigs.policy import CHAT_TEMPLATE
 
+from dataflow import Graph, Model, collect
 from dataflow.errors import RecordError
 from dataflow.folder.ledger import InFlight
 from dataflow.records import GROUP_ID, GROUP_SIZE, MIN_VERSION, PROMPT, PROMPT_COLUMNS, PROMPT_ID, ROUND_SIZE
 from dataflow.runtime import Context, Runtime
 from dataflow.staleness import Bound
+from operators import Generator
+from operators.generation import tokenize
+from operators.models import loading
+from operators.models.loading import load_tokenizer
 from operators.prompts import Prompts
 from operators.sources.prompt_runtime import permutation
 
@@ -233,6 +239,46 @@ def test_a_renamed_source_keeps_its_rows_and_its_function() -> None:
 def test_group_size_stands_on_every_row() -> None:
     assert set(issued(build(Prompts(ROWS, epochs=1, group_size=3))).column(GROUP_SIZE).to_pylist()) == {3}
     assert set(issued(build(Prompts(ROWS, epochs=1))).column(GROUP_SIZE).to_pylist()) == {0}
+
+
+# What can never be trained
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_for_which_the_context_has_no_room_are_counted_at_the_start_and_fail_by_that_cause(
+    chat: bool, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chat:
+        monkeypatch.setattr(loading, "load_tokenizer", lambda model: chatting(load_tokenizer(model)))
+    generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=1, context_tokens=12, chat=chat)
+    texts = ["ab=", "abcdefghijklmnop=", "abc=", "abcdefghijklmno="]
+
+    def looked_at(*texts: str) -> Any:
+        context = Context(node="prompts", takers=(generator,))
+        return Prompts(list(texts), epochs=1, chat=chat).build(context).status().get("notice")
+
+    assert looked_at("ab=", "abc=") is None
+    said = "2 of 4 prompts can never be trained: they are too long for 'generator', whose context is 12 tokens"
+    assert str(looked_at(*texts)).startswith(said)
+    with pytest.raises(RecordError, match="'prompts': 2 of 2 prompts can never be trained"):
+        looked_at(texts[1], texts[3])
+    if not chat:
+        g = Graph("long")
+        errors = collect(generator(g.source(Prompts(texts, epochs=1))), rows=4).column("error").to_pylist()
+        assert [error and error.partition("the prompt")[0] for error in errors] == [None, "generator: too_long: "] * 2
+
+
+def test_of_very_many_long_prompts_some_are_looked_at(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize, "_LOOKED_BYTES", 400)
+    generator = Generator(Model(str(policy)).frozen(), max_tokens=1, context_tokens=12)
+    prompts = Prompts(["abcdefghijklmno=", "ab="] * 50, epochs=1).build(Context(node="prompts", takers=(generator,)))
+    found = re.match(r"about (\d+) of 100 prompts", str(prompts.status()["notice"]))
+    assert found and 20 <= int(found[1]) <= 80
+
+
+def chatting(tokenizer: Any) -> Any:
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 # Bad data

@@ -82,8 +82,9 @@ def test_what_cannot_be_a_demonstration_is_a_failed_row(policy: Path) -> None:
     table = demonstrated(policy, rows, context_tokens=5)
     errors = table.column("error").to_pylist()
     assert errors[1] is None
-    assert errors[0].startswith("the demonstration is too long: it has 8 tokens and the context has room for 5")
-    assert errors[2].startswith("the prompt is too long")
+    said = "demonstrations: too_long: the demonstration is too long: it has 8 tokens and the context has room for 5"
+    assert errors[0].startswith(said)
+    assert errors[2].startswith("demonstrations: too_long: the prompt is too long")
     assert table.column("finish_reason").to_pylist() == ["error", "stop", "error"]
 
 

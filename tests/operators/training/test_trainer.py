@@ -126,13 +126,22 @@ def test_a_run_whose_rollouts_all_fail_alike_ends_after_as_many_as_a_user_waits_
     assert number + 1 == groups
 
 
-@pytest.mark.parametrize("other", [None, "judge: raised: KeyError: 'a'", "the prompt is too long"])
+@pytest.mark.parametrize("other", [None, "judge: raised: KeyError: 'a'", "the data are bad"])
 def test_failures_of_several_causes_and_rollouts_between_them_are_waited_for_longer(other, tmp_path):
     world = rig(tmp_path, tiny_trainer(prompts_per_step=64))
     for number in range(48):
         world.push(group(number, size=8, error=other if number % 16 == 10 else "judge: hung: no answer"))
         world.run()
     assert world.runtime.status()["dropped"] == 48 - 3 * (other is None)
+
+
+def test_prompts_that_are_too_long_are_no_world_that_is_dead(tmp_path):
+    """One after the other, as in data that nobody has shuffled."""
+    world = rig(tmp_path, tiny_trainer(prompts_per_step=64))
+    for number in range(48):
+        world.push(group(number, size=8, error="generator: too_long: the prompt is too long"))
+        world.run()
+    assert world.runtime.status()["dropped"] == 48
 
 
 def test_a_step_is_recorded_then_published_and_only_then_acknowledged(tmp_path):
