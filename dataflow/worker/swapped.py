@@ -96,6 +96,7 @@ def _with_text(swap: Swap, file: str) -> Swap:
 def load(swap: Swap) -> Any:
     """What a reference names in its module's text. Errors: GraphError where that fails, or names nothing."""
     module, attribute = _place(swap)
+    named = Path(module).name
     if _is_file(module):
         module = f"{Path(module).stem}_swapped"
     else:
@@ -112,7 +113,7 @@ def load(swap: Swap) -> Any:
         if not hasattr(found, part):
             known = [name for name, value in vars(found).items() if isinstance(value, Operator)]
             raise GraphError(
-                f"'{module}' ({swap.file}) has no '{attribute}'{nearest(attribute, known)}; its operators are {known}"
+                f"'{named}' ({swap.file}) has no '{attribute}'{nearest(attribute, known)}; its operators are {known}"
             )
         found = getattr(found, part)
     return adapt(split_form(swap.reference)[0], found)

@@ -115,6 +115,8 @@ def test_an_operator_is_found_by_its_file_wherever_that_is(tmp_path: Path) -> No
         given = {"completion": "x"} if value == 3.0 else {"prompt": ["p"], "completion": ["x"]}
         assert made(**given) == value  # type: ignore[operator]
     assert sys.modules["json"].__file__ != str(file), "a module of its name stays"
+    with pytest.raises(GraphError, match=rf"'json\.py' \({file}\) has no 'strikt'; did you mean 'strict'"):
+        attempt(Swap(number=1, node="reward", reference=f"{file}:strikt"))
 
 
 def test_a_module_is_read_anew_whatever_was_imported_of_it(write: Callable[[str], Path]) -> None:
