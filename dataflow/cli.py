@@ -28,7 +28,7 @@ from dataflow.foresight.calibration import calibrate as fit_runs
 from dataflow.foresight.calibration import described, to_plain
 from dataflow.foresight.seen import look
 from dataflow.history.environment import package_versions
-from dataflow.history.launch import start_again
+from dataflow.history.launch import doubts_of, start_again
 from dataflow.history.replay import Wishes
 from dataflow.history.resume import RecordedRun
 from dataflow.history.rollout_view import find_rollout, plain_rollout, show_rollout, vocabulary_of
@@ -263,12 +263,13 @@ def resume(
             comes from an address.
     """
     folder = bring_back(from_, runs, told=lambda text: print(text, flush=True)) if from_ else RunFolder.open(run)
+    doubts = doubts_of(folder)
     wanted = RecordedRun.read(folder).steps if steps is None else steps
     more = () if wanted is None else ("--steps", str(wanted))
     if checkpoint_to is not None:
         more = (*more, "--checkpoint-to", checkpoint_to)
     origin = "" if not from_ or is_own(from_) else from_
-    return start_again(folder, *more, "--resume", str(folder.path), trust=trust, origin=origin)
+    return start_again(folder, *more, "--resume", str(folder.path), trust=trust, origin=origin, doubts=doubts)
 
 
 def replay(

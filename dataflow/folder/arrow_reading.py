@@ -1,9 +1,7 @@
 """Reads Arrow files of a run: whole, batch by batch, or their columns alone; what is read is proved first."""
 
-import io
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
 import xxhash
@@ -13,9 +11,8 @@ from dataflow.system.files import RunFolderError, disk
 SUM = b"xxh3_64:"
 """In the footer of a file, in front of the sum of all its bytes, with `NO_SUM` in the place of the sum."""
 NO_SUM = b"0" * 16
-_TAIL_BYTES = 1 << 20
-"""Of a file, in which its footer lies."""
-_CHUNK_BYTES = 1 << 22
+_TAIL_BYTES = 1 << 15
+"""Of a file, in which its footer lies, as a rule."""
 _DAMAGED = (pa.ArrowException, OSError, ValueError)
 """What Arrow raises where it reads what it did not write."""
 
@@ -26,7 +23,7 @@ def read_arrow(path: Path, without: Collection[str] = ()) -> pa.Table:
     try:
         with disk("reading", path):
             content = path.read_bytes()
-        _prove(path, io.BytesIO(content))
+        _prove(path, memoryview(content))
         reader = pa.ipc.open_file(content)
         if without:
             kept = [at for at, name in enumerate(reader.schema.names) if name not in without]
@@ -42,8 +39,8 @@ def stream_arrow(path: Path, columns: Collection[str] | None = None) -> Iterator
     """The rows of an Arrow IPC file batch by batch, each checked, so that a large file needs little memory. columns:
     of which it has some; None: all. Errors: RunFolderError."""
     try:
-        with disk("reading", path), path.open("rb") as whole:
-            _prove(path, whole)
+        with disk("reading", path):
+            _prove(path, memoryview(pa.memory_map(str(path)).read_buffer()))
         with pa.OSFile(str(path)) as file:
             reader = pa.ipc.open_file(file)
             if columns is not None:
@@ -68,23 +65,20 @@ def arrow_schema(path: Path) -> pa.Schema:
         raise _damaged(path, error) from error
 
 
-def _prove(path: Path, file: BinaryIO) -> None:
+def _prove(path: Path, content: memoryview) -> None:
     """Errors: RunFolderError where the sum that a file says of itself is not that of its bytes. One of an earlier
     release says none."""
-    before = max(0, file.seek(0, io.SEEK_END) - _TAIL_BYTES)
-    file.seek(before)
-    tail = file.read()
-    at = tail.rfind(SUM) + len(SUM)
-    if at < len(SUM):
-        if getattr(pa.ipc.open_file(file), "metadata", None):
+    tail = bytes(content[-_TAIL_BYTES:])
+    tail = tail if SUM in tail else bytes(content)
+    at = len(content) - len(tail) + tail.rfind(SUM) + len(SUM)
+    if SUM not in tail:
+        if getattr(pa.ipc.open_file(content), "metadata", None):
             raise _damaged(path, "its sum is not where it was written")
         return
-    digest = xxhash.xxh3_64()
-    file.seek(0)
-    while left := before - file.tell():
-        digest.update(file.read(min(left, _CHUNK_BYTES)))
-    digest.update(tail[:at] + NO_SUM + tail[at + len(NO_SUM) :])
-    if tail[at : at + len(NO_SUM)] != digest.hexdigest().encode():
+    digest = xxhash.xxh3_64(content[:at])
+    digest.update(NO_SUM)
+    digest.update(content[at + len(NO_SUM) :])
+    if content[at : at + len(NO_SUM)] != digest.hexdigest().encode():
         raise _damaged(path, "its bytes do not have the sum that it was written with")
 
 

@@ -8,9 +8,10 @@ its seal, an empty batch whose metadata has the sum of all bytes before it, and 
 
 import contextlib
 import itertools
+import re
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -27,6 +28,8 @@ from dataflow.tokens.ragged import group_slices
 SEAL = b"xxh3_64"
 _MESSAGE = b"\xff\xff\xff\xff"
 """How a message of Arrow's begins; the size of its head follows."""
+_END = _MESSAGE + bytes(4)
+_NO_SUM = b"0" * 16
 FILE_BYTES = 32 << 20
 """After so much a file is ended and another begun, so that the disk is given back."""
 
@@ -72,37 +75,46 @@ class File:
 
 def _has_seal(content: bytes) -> bool:
     """Whether some seal is there whole, so that what stands before it was."""
-    at = content.find(SEAL)
-    begin = content.rfind(_MESSAGE, 0, max(at, 0)) + len(_MESSAGE)
-    return at >= 0 and begin + 4 + int.from_bytes(content[begin : begin + 4], "little") <= len(content)
+    for at in (found.start() for found in re.finditer(SEAL, content)):
+        begin = content.rfind(_MESSAGE, 0, at) + len(_MESSAGE)
+        if begin + 4 + int.from_bytes(content[begin : begin + 4], "little") <= len(content):
+            return True
+    return False
 
 
 class SealedWriter:
-    """Writes such a file."""
+    """Writes such a file, a batch and its seal at once."""
 
-    closed = False
-
-    def __init__(self, file: IO[bytes], schema: pa.Schema) -> None:
-        self.flush, self._file = file.flush, file
+    def __init__(self, file: IO[bytes] | pa.OSFile, schema: pa.Schema) -> None:
+        self._file, self._schema = file, schema
         self._digest = xxhash.xxh3_64()
-        self._stream = pa.ipc.new_stream(self, schema)
-
-    def write(self, content: Any) -> int:
-        """For Arrow: sums what goes into the file."""
-        self._digest.update(content)
-        return self._file.write(content)
+        self._head = _encoded(schema)
+        self._put(self._head)
+        empty = pa.RecordBatch.from_arrays([pa.array([], each.type) for each in schema], schema=schema)
+        self._seal = bytes(_encoded(schema, empty, {SEAL: _NO_SUM})[len(self._head) :])
 
     def write_batch(self, rows: pa.RecordBatch) -> None:
         """A batch, and its seal."""
-        self._stream.write_batch(rows)
-        self._stream.write_batch(rows.slice(0, 0), custom_metadata={SEAL: self._digest.hexdigest().encode()})
+        self._put(_encoded(self._schema, rows)[len(self._head) :])
+        self._put(self._seal.replace(_NO_SUM, self._digest.hexdigest().encode()))
         self._file.flush()
 
     def close(self) -> None:
         """The stream ends; the file is its owner's."""
-        if not self.closed:
-            self.closed = True
-            self._stream.close()
+        self._file.write(_END)
+
+    def _put(self, content: Any) -> None:
+        self._digest.update(content)
+        self._file.write(content)
+
+
+def _encoded(schema: pa.Schema, rows: pa.RecordBatch | None = None, said: Mapping[bytes, bytes] | None = None) -> Any:
+    """A stream that has not ended, of this batch or none."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as stream:
+        if rows is not None:
+            stream.write_batch(rows, custom_metadata=said)
+    return memoryview(sink.getvalue())[: -len(_END)]
 
 
 class GroupFiles:
@@ -132,7 +144,7 @@ class GroupFiles:
         self._folder, self._ending, self._replica, self._attempt = folder, f"{source}.{self.kind}", replica, attempt
         self._file_bytes, self._waited_for = file_bytes, waited_for
         self._file: File | None = None
-        self._sink: IO[bytes] | None = None
+        self._sink: pa.OSFile | None = None
         self._writer: SealedWriter | None = None
         self._by_group: dict[int, list[File]] = {}
         self._found: dict[int, list[pa.RecordBatch]] = {}
@@ -207,7 +219,7 @@ class GroupFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             names = (f"{self._replica}-{self._attempt}-{number}.{self._ending}" for number in itertools.count())
             self._file = File(next(path for name in names if not (path := self._folder / name).exists()))
-            self._sink = self._file.path.open("wb")
+            self._sink = pa.OSFile(str(self._file.path), "wb")
             self._writer = SealedWriter(self._sink, schema)
         return self._writer, self._file
 

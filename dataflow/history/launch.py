@@ -10,7 +10,7 @@ import runpy
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -113,13 +113,17 @@ def recorded_launch(folder: RunFolder) -> Launch | None:
     return None if found is None else Launch.from_plain(found)
 
 
-def start_again(folder: RunFolder, *more: str, trust: bool = False, origin: str = "") -> NoReturn:
+def start_again(
+    folder: RunFolder, *more: str, trust: bool = False, origin: str = "", doubts: Sequence[str] | None = None
+) -> NoReturn:  # fmt: skip
     """Become the program that started the run in a folder, with more arguments: this process is replaced.
 
     trust: whether it may be one that another user's folder names; else somebody at a terminal is asked. origin: the
-    address that the folder was made from, where others may write.
+    address that the folder was made from, where others may write. doubts: what `doubts_of` found before anybody read
+    the folder's ledger; None: nobody has.
     Errors: RunError when it is not there any more, nothing says which it was, or it may not be run.
     """
+    doubts = doubts_of(folder) if doubts is None else doubts
     launch = recorded_launch(folder)
     if launch is None:
         raise RunError(
@@ -127,7 +131,9 @@ def start_again(folder: RunFolder, *more: str, trust: bool = False, origin: str 
             f"its graph is made; call run(graph, resume='{folder.path}') in that script"
         )
     command = launch.command(*more)
-    check_owner(folder, launch, trust, origin=origin)
+    if origin and not doubts:
+        doubts = [f"belongs to whoever may write at '{origin}'"]
+    check_owner(folder, launch, trust, doubts)
     os.environ[TRUSTED] = str(folder.path)
     os.chdir(launch.folder)
     sys.stdout.flush()
@@ -136,14 +142,14 @@ def start_again(folder: RunFolder, *more: str, trust: bool = False, origin: str 
 
 
 def check_owner(
-    folder: RunFolder, launch: Launch, trust: bool, ask: Callable[[str], bool] | None = None, origin: str = ""
+    folder: RunFolder, launch: Launch, trust: bool, doubts: Sequence[str], ask: Callable[[str], bool] | None = None
 ) -> None:
     """Have the program that a folder names which others could have written run only if this user wants it: it would run
-    with his rights. So with a folder that was made from an address, `origin`.
+    with his rights.
 
-    ask: puts a question to somebody; None: at the terminal, if there is one. Errors: RunError when nobody says yes.
+    doubts: how they could. ask: puts a question to somebody; None: at the terminal, if there is one. Errors: RunError
+    when nobody says yes.
     """
-    doubts = _doubts(folder.path) or ([f"belongs to whoever may write at '{origin}'"] if origin else [])
     if trust or not doubts:
         return
     why = f"'{folder.path}' {', and '.join(doubts)}"
@@ -160,7 +166,7 @@ def check_owner(
 def trusted(folder: RunFolder) -> RunFolder:
     """The same for a program that goes on with a run: the folder names what it runs beside, operators that were swapped
     in and trackers. Errors: RunError unless `start_again` has looked already."""
-    if (doubts := _doubts(folder.path)) and os.environ.get(TRUSTED) != str(folder.path):
+    if (doubts := doubts_of(folder)) and os.environ.get(TRUSTED) != str(folder.path):
         raise RunError(
             f"'{folder.path}' {', and '.join(doubts)}, and what it names would run with your rights; look at it, then "
             f"go on with dataflow resume --trust, or have it belong to you alone (chown, chmod go-w)"
@@ -168,11 +174,12 @@ def trusted(folder: RunFolder) -> RunFolder:
     return folder
 
 
-def _doubts(folder: Path) -> list[str]:
-    """Why others than this user could have written what a run folder has run: `belongs to user 'a'`."""
+def doubts_of(folder: RunFolder) -> list[str]:
+    """Why others than this user could have written what a run folder has run: `belongs to user 'a'`. To be asked before
+    the ledger is opened: where root does that, SQLite gives him the log that another has put there."""
     found: dict[str, None] = {}
-    for path in (folder, *sorted(folder.glob("ledger.db*")), folder / "config.json", folder / "graph.json"):
-        which = "" if path == folder else f"has a {path.name} that "
+    for path in (folder.path, *sorted(folder.path.glob("ledger.db*")), folder.config, folder.graph_json):
+        which = "" if path == folder.path else f"has a {path.name} that "
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
             if status.st_uid != os.getuid():

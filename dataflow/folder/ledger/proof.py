@@ -16,8 +16,6 @@ _HEADER_BYTES, _FRAME_BYTES = 32, 24
 """Of a log, and of each page in it: https://www.sqlite.org/fileformat2.html#the_write_ahead_log."""
 _MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}
 """How a log begins, and how its words are read to be summed."""
-_AS_LOGGED = b"\x02\x02"
-"""Bytes 18 and 19 of a database that has a log; with others SQLite reads none."""
 _MOST = 3
 _KNOWN = {
     statement.replace("IF NOT EXISTS ", ""): statement.partition(" (")[0].rpartition(" ")[2]
@@ -41,9 +39,8 @@ def damages(path: Path, db: sqlite3.Connection) -> list[str]:
     """What is wrong with a ledger; within a transaction that reads. What the log lost can be told only as long as
     nobody has written: SQLite then begins behind what it could read."""
     found = _log_damage(path.with_name(f"{path.name}-wal"))
-    with path.open("rb") as file:
-        if file.read(20)[18:] != _AS_LOGGED:
-            found.append("its first page says that it has no log")
+    if db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        found.append("its first page says that it has no log")
     found += [said for (said,) in db.execute(f"PRAGMA quick_check({_MOST})") if said != "ok"]
     if found:
         return found

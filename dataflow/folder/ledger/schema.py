@@ -185,7 +185,11 @@ def _advice(said: str) -> str:
         ("full", "make room on that disk, then resume: what was committed is whole"),
         ("readonly", "give this user write permission on the run folder"),
         ("unable to open", "check that the run folder exists and that this user may read and write it"),
-        ("no such table", "this is not the ledger of a run, or its creation was cut short: start a new run"),
+        (
+            "no such table",
+            "this is not the ledger of a run, or its log, ledger.db-wal, is not there any more: put both back as they "
+            "were; where its creation was cut short, start a new run",
+        ),
         ("not a database", "this is not the ledger of a run, or it was overwritten: take it from a backup"),
         ("malformed", "it was damaged from outside: take it from a backup"),
     ):

@@ -67,6 +67,8 @@ class SinkRows:
     """Committed steps, ascending."""
     ended: list[EndedGroups] = field(default_factory=list)
     """The outcomes, each group that has one in one of them."""
+    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By step, what it was committed with."""
     returns: list[tuple[int, int]] = field(default_factory=list)
     """Returns to a checkpoint as (from_step, to_step)."""
 
@@ -198,8 +200,9 @@ def _read_rows(db: sqlite3.Connection) -> tuple[dict[str, AnyArray], dict[str, S
         ended = EndedGroups(source=source, outcome=outcome, reason=reason, groups=_array(ids), steps=_array(steps))
         sinks[node].ended.append(ended)
         sinks[node].sources.add(source)
-    for node, step in db.execute("SELECT node, step FROM steps ORDER BY node, step"):
+    for node, step, metrics in db.execute("SELECT node, step, metrics FROM steps ORDER BY node, step"):
         sinks[node].steps.append(step)
+        sinks[node].metrics[step] = json.loads(metrics)
     for node, from_step, to_step in db.execute("SELECT node, from_step, to_step FROM lines ORDER BY line"):
         sinks[node].returns.append((from_step, to_step))
     return groups, dict(sinks)

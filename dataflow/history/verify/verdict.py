@@ -181,12 +181,13 @@ def _identity(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings)
 
 
 def _metrics_agree(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> None:
-    """The drops that each step's line tells of are those of the ledger; the last line of a step counts."""
+    """Each step's line tells what the ledger does, and its drops are those of the ledger; the last line of a step
+    counts."""
     alone = len(list(facts.trainers())) == 1
-    told: dict[int, Any] = {}
+    told: dict[int, dict[str, Any]] = {}
     for line in facts.metrics:
         if "dropped" in line and isinstance(line.get("step"), int) and line.get("node", alone and node) == node:
-            told[line["step"]] = line["dropped"]
+            told[line["step"]] = line
     dropped: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for each in sink.dropped():
         for step, times in zip(*np.unique(each.steps, return_counts=True), strict=True):
@@ -194,11 +195,18 @@ def _metrics_agree(facts: VerifyFacts, node: str, sink: SinkRows, findings: Find
     if silent := [step for step in sink.steps if step not in told]:
         findings.note(f"steps {some(silent)} of '{node}' have no line with their drops in metrics.jsonl")
     for step in sink.steps:
-        if step in told and _numbers(told[step]) != dict(dropped[step]):
+        if step in told and _numbers(told[step]["dropped"]) != dict(dropped[step]):
             findings.fault(
-                f"metrics.jsonl tells of drops {told[step]} at step {step} of '{node}', "
+                f"metrics.jsonl tells of drops {told[step]['dropped']} at step {step} of '{node}', "
                 f"the ledger of {dict(dropped[step])}"
             )
+    if others := [
+        step for step, made in sink.metrics.items() if step in told and not told[step].items() >= made.items()
+    ]:
+        findings.fault(
+            f"metrics.jsonl has other figures of steps {some(others)} of '{node}' than the ledger: it was damaged, or "
+            f"somebody wrote into it; a resume writes their lines anew"
+        )
     if early := [step for step in told if step > (sink.steps[-1] if sink.steps else 0)]:
         findings.note(f"metrics.jsonl tells of steps {some(early)} of '{node}' that are not on the surviving line")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from dataflow.folder.finished import Finished
+from dataflow.folder.finished import File, Finished
 from dataflow.system.files import RunFolderError
 
 
@@ -109,3 +109,18 @@ def test_what_others_finished_is_looked_through_when_the_first_group_is_asked_fo
     waited_for.append(1)
     assert asked == [] and second.find(1) == rows(1) and second.find(0) == rows(0)
     assert asked == ["once"]
+
+
+def test_no_group_is_found_of_which_a_bit_has_changed(tmp_path: Path) -> None:
+    first = Finished(tmp_path, "prompts")
+    for group in range(4):
+        first.append(rows(group, group, text="a text that is long enough"))
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    whole = list(File(path).read())
+    for at in range(0, len(content), 61):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        file = File(path)
+        left = list(file.read())
+        assert left == whole[: len(left)], at
+        assert len(left) >= 3 or file.damage, at

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 import shutil
 import sqlite3
 import sys
@@ -469,3 +470,49 @@ def test_a_late_word_of_an_earlier_state_takes_no_group_back(ledger: Ledger) -> 
         for earlier in STATES[1:at]:
             ledger.advance("prompts", [0], earlier)
             assert ledger.counts("actor").in_flight == {reached: 1}
+
+
+@pytest.mark.parametrize("change", ["prompt_id = 'task-9'", "issues = 2", "state = 'scored'"])
+def test_a_row_that_says_something_else_than_was_written_is_found(ledger: Ledger, change: str) -> None:
+    issue(ledger, 3)
+    Ledger.prove(ledger.path)
+    ledger._db.create_function("row_sum", -1, lambda *values: 1, deterministic=True)
+    ledger._db.execute(f"UPDATE groups SET {change} WHERE group_id = 1")
+    with pytest.raises(LedgerError, match="1 row of its table groups are not as they were written; take it from a b"):
+        Ledger.prove(ledger.path)
+
+
+def test_a_log_that_lost_what_was_committed_is_found_before_anybody_writes(ledger: Ledger, tmp_path: Path) -> None:
+    ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for _ in range(4):
+        issue(ledger, 8)
+    log = ledger._wal.read_bytes()
+    (tmp_path / "left").mkdir()
+    left = tmp_path / "left/ledger.db"
+    shutil.copy(ledger.path, left)
+    frame = 24 + 4096
+    for at, fault in [(70, 1), (len(log) // 2, 1), (len(log) - 9, 1), (20, 1), (0, frame + 32)]:
+        left.with_name("ledger.db-wal").write_bytes(log[:at] + bytes([log[at] ^ fault % 256]) + log[at + 1 :])
+        for _ in range(2):
+            with pytest.raises(
+                LedgerError, match="ledger.db-wal, (cannot be read behind page|are not as they were wr)"
+            ):
+                Ledger.prove(left)
+    torn = 32 + (len(log) - 32) // frame // 2 * frame + 100
+    left.with_name("ledger.db-wal").write_bytes(log[:torn])
+    Ledger.prove(left)
+
+
+def test_an_earlier_ledger_whose_rows_have_no_sums_is_read_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("PRAGMA journal_mode = WAL")
+        for statement in schema.TABLES:
+            db.execute(re.sub(r"\n    , sum INTEGER AS [^\n]*STORED,", "\n    ,", statement))
+        db.execute("INSERT INTO schema VALUES (2)")
+    with Ledger.open(path) as ledger:
+        assert "row_sum" not in rows(ledger, "SELECT group_concat(sql) FROM sqlite_master")[0][0]
+        issue(ledger, 2)
+        commit(ledger, 1, [0, 1])
+        Ledger.prove(path)
+        assert ledger.counts("actor").trained == 2

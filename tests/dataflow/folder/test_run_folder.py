@@ -1,5 +1,6 @@
 """The run folder: files that are whole or not there, and errors that say what the disk said."""
 
+import contextlib
 import errno
 import json
 import math
@@ -11,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataflow.folder.arrow_reading import read_arrow
+from dataflow.folder.arrow_reading import arrow_schema, read_arrow, stream_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import RunFolderError, append_line, to_json, write_atomically
 
@@ -210,3 +211,15 @@ def test_a_folder_named_latest_is_never_overwritten_and_the_run_goes_on(
     assert RunFolder.create(tmp_path, "g").path.is_dir()
     assert (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()
     assert "latest' failed: Is a directory; move that folder away; the run goes on without it" in caplog.text
+
+
+def test_a_rollouts_file_of_which_a_bit_has_changed_is_read_by_nobody(folder: RunFolder) -> None:
+    path = folder.rollouts_of().write(1, table(*range(8)))
+    content = path.read_bytes()
+    for at in range(0, len(content), 67):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+        for read in (read_arrow, lambda path: list(stream_arrow(path))):
+            with pytest.raises(RunFolderError, match="was damaged after it was written"):
+                read(path)
+        with contextlib.suppress(RunFolderError):
+            arrow_schema(path)

@@ -10,8 +10,9 @@ import pytest
 
 from dataflow.cli import main
 from dataflow.errors import RunError
+from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.history.launch import Launch, start_again
+from dataflow.history.launch import Launch, start_again, trusted
 
 
 @pytest.fixture
@@ -30,6 +31,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """What would have been run."""
     found: list[Any] = []
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATAFLOW_TRUSTED", "")
     monkeypatch.setattr(os, "execv", lambda program, command: found.append(command))
     return found
 
@@ -122,3 +124,36 @@ def cli(verb: str, folder: RunFolder, *more: str) -> None:
         main()
     finally:
         sys.argv = before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="who is not root gives no file away")
+@pytest.mark.parametrize("name", ["ledger.db", "ledger.db-wal", "config.json", "graph.json", ""])
+@pytest.mark.parametrize(("owner", "mode"), [(4321, 0o644), (0, 0o666)])
+def test_of_all_that_a_program_is_taken_from_the_owner_counts_and_who_may_write_it(
+    folder: RunFolder, ran: list[Any], name: str, owner: int, mode: int
+) -> None:
+    with Ledger.create(folder.ledger) as ledger:
+        ledger.set_facts({"config": folder.read_json("config.json"), "graph": folder.read_json("graph.json")})
+        path = folder.path / name
+        os.chown(path, owner, -1)
+        path.chmod(mode | 0o111 * path.is_dir())
+        why = (
+            f"{f'has a {name} that ' if name else ''}{'belongs to user 4321' if owner else 'may be written by others'}"
+        )
+        with pytest.raises(RunError, match=f"{why}.*dataflow resume --trust"):
+            trusted(folder)
+        with pytest.raises(RunError, match=f"{why}.*, and what it names would run with your rights"):
+            start_again(folder)
+        assert ran == []
+        start_again(folder, trust=True)
+        assert len(ran) == 1 and trusted(folder) is folder
+        os.chown(path, 0, -1)
+
+
+def test_a_folder_without_its_copies_for_people_is_gone_on_with(folder: RunFolder, ran: list[Any]) -> None:
+    with Ledger.create(folder.ledger) as ledger:
+        ledger.set_facts({"config": folder.read_json("config.json"), "graph": folder.read_json("graph.json")})
+    folder.config.unlink()
+    folder.graph_json.unlink()
+    start_again(folder)
+    assert len(ran) == 1

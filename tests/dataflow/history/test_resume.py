@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from rigs.graphs import fake_graph
 from rigs.machine import wait_until
 
-from dataflow import Devices, Graph, GraphError, Model, Result, RunError, inline, plan, run
+from dataflow import Devices, Graph, GraphError, Model, Result, RunError, inline, plan, run, verify
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder, surviving
 from dataflow.folder.run_lock import FILE, UnderWay, held
@@ -353,3 +354,24 @@ def test_a_round_that_came_due_and_was_cut_off_is_asked_for_again() -> None:
 def test_a_run_whose_first_evaluation_was_cut_off_begins_with_it() -> None:
     state = conducted(0, {})
     assert asked(state.start()) == [0] and state.phase == "first_evaluation"
+
+
+def test_a_ledger_that_lost_what_it_committed_is_refused_and_told_of(tmp_path: Path) -> None:
+    """As where it was copied without its log: the run would begin again at the first step."""
+    result = run(fake_graph(), steps=3, on=inline(), runs=tmp_path, quiet=True)
+    folder = RunFolder.open(result.folder)
+    for path in folder.path.glob("ledger.db*"):
+        path.unlink()
+    with Ledger.create(folder.ledger, {"trainer": ["prompts"]}) as ledger:
+        ledger.set_facts({"graph": folder.read_json("graph.json"), "config": folder.read_json("config.json")})
+    said = r"ledger.db knows 'trainer' up to step 0, but rollouts/step-000003.arrow is there: .* put both files back"
+    with pytest.raises(RunError, match=said):
+        run(fake_graph(), steps=4, on=inline(), resume=folder.path, quiet=True)
+    assert any(re.match(said, fault) for fault in verify(folder.path).faults)
+    for step in (2, 3):
+        folder.rollouts_of().step_file(step).unlink()
+    with pytest.raises(RunError, match="up to step 0, but rollouts/step-000001.arrow is there"):
+        run(fake_graph(), steps=4, on=inline(), resume=folder.path, quiet=True)
+    folder.rollouts_of().step_file(1).unlink()
+    (folder.path / "times.json").unlink()
+    assert run(fake_graph(), steps=4, on=inline(), resume=folder.path, quiet=True).verdict.clean

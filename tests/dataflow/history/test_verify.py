@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.schema import connect
@@ -447,3 +449,33 @@ def test_rollouts_that_another_host_has_are_judged_by_the_ledger_whatever_stands
     verdict = verify(run.path)
     assert verdict.clean, verdict.line
     assert any("the rollouts of 1 steps of 'trainer' are on host c, and not here" in note for note in verdict.notes)
+
+
+def test_a_checkpoint_that_is_not_as_it_was_written_is_a_fault_and_what_was_not_read_is_told(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        with run.checkpoints.writing(step) as place:
+            (place / "weights").write_bytes(b"w" * 100)
+    assert verify(run.path).clean
+    weights = run.checkpoints.folder(2) / "weights"
+    weights.write_bytes(b"w" * 99 + b"v")
+    broken(run, "the checkpoint of step 2 of 'trainer' is damaged: 'weights' is not as it was written")
+    monkeypatch.setattr(sys.modules["dataflow.history.verify.verdict"], "CHECKPOINT_BYTES", 300)
+    verdict = verify(run.path)
+    assert verdict.clean and "1 checkpoints of 'trainer' are as large as they were; --deep" in str(verdict)
+    assert not verify(run.path, deep=True).clean
+    weights.write_bytes(b"w" * 99)
+    broken(run, "the checkpoint of step 2 of 'trainer' is damaged")
+
+
+def test_finished_groups_of_which_a_bit_has_changed_are_a_fault(run: RunFolder) -> None:
+    kept = Finished(run.finished("generator"), "prompts")
+    kept.append(rollouts([24], 0).to_batches()[0])
+    kept.close()
+    assert verify(run.path).clean
+    (path,) = run.finished("generator").iterdir()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    broken(run, "groups that stand there are drawn anew")

@@ -217,4 +217,6 @@ def test_resume_from_starts_the_program_in_a_folder_of_its_own_and_trusts_no_str
         cli.resume(steps=4, from_=str(there), runs=tmp_path / "three")
     monkeypatch.undo()
     with pytest.raises(RunError, match=r"belongs to whoever may write at 's3://b', .* or give --trust"):
-        check_owner(RunFolder.open(folder), launch, False, lambda question: False, origin="s3://b")
+        check_owner(
+            RunFolder.open(folder), launch, False, ["belongs to whoever may write at 's3://b'"], lambda question: False
+        )
