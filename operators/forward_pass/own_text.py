@@ -37,6 +37,8 @@ class OwnText:
         self._declaration, self._node, self._tokenizer = declaration, node, tokenizer
         self._policy_tokenizer, self._most = policy_tokenizer, context_tokens
         self._is_checked = declaration.per != "step"
+        embedding = forward.module.get_input_embeddings()
+        self._vocabulary = int(getattr(embedding, "num_embeddings", len(embedding.weight)))
         if declaration.per == "step" and not tokenizer.is_fast:
             raise OperatorError(
                 f"'{node}' judges steps, but the tokenizer of '{declaration.model.name}' "
@@ -101,6 +103,11 @@ class OwnText:
             raise ValueError(
                 f"the text has {len(tokens)} tokens, but '{self._declaration.model.name}' takes {self._most}; "
                 f"lower max_tokens"
+            )
+        if int(tokens.max()) >= self._vocabulary:
+            raise ValueError(
+                f"the text has token {tokens.max()}, but '{self._declaration.model.name}' knows {self._vocabulary}; "
+                f"give a judge whose tokenizer is its own"
             )
         none = np.zeros(0, np.int64)
         if self._declaration.per == "rollout":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from dataflow.records import COMPLETION, LOGPROBS, MASK, TOKENS, TURN, AnyArray
 from dataflow.tokens.training_rows import unfolded
 from operators.forward_pass.query import ModelQuery, lists
 from operators.training.learner.learner import Forward
-from operators.training.learner.rows import step_rows
+from operators.training.learner.rows import StepRows, step_rows
 
 
 class OwnTokens:
@@ -34,31 +36,40 @@ class OwnTokens:
         found = step_rows([rows], (LOGPROBS,))
         lengths = found.longest_R
         fits = np.ones(len(lengths), bool) if self._most is None else lengths <= self._most
+        strange = {row: text for row, text in enumerate(self._unknown(found)) if text is not None}
+        fits[list(strange)] = False
         if not fits.all():
             found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
         begins, rollouts = unfolded(found.offsets, found.cuts_S)
-        left = found.tokens.sampling_mask
-        self._check(rows, found.tokens.ids if left is None else np.r_[found.tokens.ids, left.ids])
+        self._check(rows)
         return ModelQuery(
             tokens_S=found.tokens.ids, read_S=found.chosen_S, offsets=begins, groups_R=found.groups_R[rollouts],
-            row_R=np.flatnonzero(fits)[rollouts], left_S=left,
+            row_R=np.flatnonzero(fits)[rollouts], left_S=found.tokens.sampling_mask,
             failures={
                 row: f"the rollout has {lengths[row]} tokens, but '{self._model}' takes {self._most}; lower max_tokens"
                 for row in np.flatnonzero(~fits).tolist()
-            },
+            } | strange,
         )  # fmt: skip
 
     def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """A number per token, 0 where the policy chose none."""
         return lists(numbers_S, np.r_[asked.offsets[:-1][asked.firsts], asked.offsets[-1]])
 
-    def _check(self, rows: pa.RecordBatch, ids: AnyArray) -> None:
-        largest = int(ids.max(initial=0))
-        if largest >= self._vocabulary:
-            raise OperatorError(
-                f"'{self._node}' reads the policy's tokens with '{self._model}', which knows {self._vocabulary}, "
-                f"but found token {largest}; give a model with the policy's tokenizer"
-            )
+    def _unknown(self, rows: StepRows) -> Iterator[str | None]:
+        """Of each rollout what is wrong with its tokens, and with those that truncation left."""
+        left = rows.tokens.sampling_mask
+        for first, last in pairwise(rows.offsets.tolist()):
+            ids = rows.tokens.ids[first:last]
+            largest = int((ids if left is None else np.r_[ids, left[first:last].ids]).max(initial=0))
+            if largest < self._vocabulary:
+                yield None
+            else:
+                yield (
+                    f"the rollout has token {largest}, but '{self._model}' knows {self._vocabulary}; give a model with "
+                    f"the policy's tokenizer"
+                )
+
+    def _check(self, rows: pa.RecordBatch) -> None:
         if self._tokenizer is not None and (told := disagreement(self._tokenizer, rows)):
             raise OperatorError(
                 f"'{self._node}' reads the policy's tokens with '{self._model}', whose tokenizer is another: {told}; "

@@ -92,11 +92,11 @@ class GeneratorRuntime(Runtime):
 
     def _arriving(self, batch: Batch) -> Iterator[PromptGroup]:
         if batch.source in self._context.episodes:
-            return turns_of(batch, self._context_tokens)
+            return turns_of(batch, self._context_tokens, self.engine.vocabulary, self._context.node)
         texts = batch.records.column(PROMPT).to_pylist()
         encoded = encode(
             self.tokenizer, texts, node=self._context.node, chat=self._declaration.chat,
-            context_tokens=self._context_tokens,
+            context_tokens=self._context_tokens, vocabulary=self.engine.vocabulary,
         )  # fmt: skip
         return groups.of_prompts(batch, encoded, self._declaration.group_size)
 

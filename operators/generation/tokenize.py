@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,12 +27,12 @@ _LEAST_CONTEXT = 512
 
 def encode(
     tokenizer: Any, prompts: Sequence[str | None], *, node: str, chat: bool, context_tokens: int,
-    tools: Sequence[Any] = (),
+    vocabulary: float = math.inf, tools: Sequence[Any] = (),
 ) -> list[AnyArray | str]:  # fmt: skip
     """For each prompt its tokens, int64 [1 .. context_tokens - 1], or its failure as text.
 
     node: whose failure that is. chat: the prompts are JSON lists of {"role", "content"}, laid out by the tokenizer's
-    chat template. tools: definitions that the template is to tell of.
+    chat template. vocabulary: tokens that the model knows, where that is told. tools: definitions that the template is to tell of.
     """
     found: list[AnyArray | str] = ["" for _ in prompts]
     texts: dict[int, str] = {}
@@ -43,7 +44,7 @@ def encode(
     if texts:
         rows = tokenizer(list(texts.values()), add_special_tokens=not chat)["input_ids"]
         for place, ids in zip(texts, rows, strict=True):
-            found[place] = _checked(ids, context_tokens, node)
+            found[place] = _checked(ids, context_tokens, vocabulary, node)
     return found
 
 
@@ -100,7 +101,19 @@ def _chat_text(tokenizer: Any, prompt: str | None, tools: Sequence[Any]) -> str:
     )
 
 
-def _checked(ids: list[int], context_tokens: int, node: str) -> AnyArray | str:
+def unknown_token(ids: Sequence[int] | AnyArray, vocabulary: float, node: str) -> str | None:
+    """The failure of tokens of which the model does not know one; None where it knows them all."""
+    largest = max(ids, default=0)
+    if largest < vocabulary:
+        return None
+    why = (
+        f"the text has token {largest}, but the model knows {vocabulary}: its tokenizer makes more than it has "
+        f"embeddings for; leave what becomes that token out, or give the model the tokenizer that it was trained with"
+    )
+    return str(RolloutFailure(node, UNUSABLE, why))
+
+
+def _checked(ids: list[int], context_tokens: int, vocabulary: float, node: str) -> AnyArray | str:
     if not ids:
         why = "the prompt is empty: the tokenizer made 0 tokens of it; give every row a text"
         return str(RolloutFailure(node, UNUSABLE, why))
@@ -110,4 +123,4 @@ def _checked(ids: list[int], context_tokens: int, node: str) -> AnyArray | str:
             f"with the completion; shorten it, or raise context_tokens"
         )
         return str(RolloutFailure(node, TOO_LONG, why))
-    return np.asarray(ids, dtype=np.int64)
+    return unknown_token(ids, vocabulary, node) or np.asarray(ids, dtype=np.int64)

@@ -31,11 +31,13 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.finish_reasons import TOO_LONG
 from operators.engine.results import EndedRollout
 from operators.generation.groups import REASONS, PromptGroup, error_of, temperature_of, texts_of
+from operators.generation.tokenize import unknown_token
 from operators.generation.turns import Turn, queue_of
 
 
-def turns_of(batch: Batch, context_tokens: int) -> Iterator[PromptGroup]:
-    """The turns of a batch of requests; one whose conversation fills the context has ended, with nothing said."""
+def turns_of(batch: Batch, context_tokens: int, vocabulary: int, node: str) -> Iterator[PromptGroup]:
+    """The turns of a batch of requests; one whose conversation fills the context has ended, with nothing said, and one
+    with a token beyond the `vocabulary` has failed."""
     records = batch.records
     names = (GROUP_ID, OF_SOURCE, OF_GROUP, MIN_VERSION, SEED, MOST_TOKENS, TEMPERATURE, STOP)
     columns = [records.column(name).to_pylist() for name in names]
@@ -51,7 +53,9 @@ def turns_of(batch: Batch, context_tokens: int) -> Iterator[PromptGroup]:
             source=batch.source, group_id=group_id, size=1, min_version=min_version, batch=batch, row=row,
             prompt=tokens, unstarted=1, left=1, rows=[None], turn=turn,
         )  # fmt: skip
-        if len(tokens) >= context_tokens:
+        if (fault := unknown_token(tokens, vocabulary, node)) is not None:
+            group.fail(fault)
+        elif len(tokens) >= context_tokens:
             said = EndedRollout(tokens=RolloutTokens.given(tokens), start=len(tokens), reason=TOO_LONG, text="")
             group.rows, group.unstarted, group.left = [said], 0, 0
         yield group

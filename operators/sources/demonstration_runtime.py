@@ -17,7 +17,7 @@ from operators.engine.finish_reasons import STOPPED
 from operators.engine.results import EndedRollout
 from operators.engine.stop_strings import end_tokens
 from operators.generation.groups import PromptGroup, rollouts
-from operators.generation.tokenize import encode
+from operators.generation.tokenize import encode, unknown_token
 from operators.models.borders import longest
 from operators.models.errors import ModelError
 from operators.models.loading import load_configs, load_tokenizer
@@ -49,6 +49,7 @@ class DemonstrationRuntime(Runtime):
         own = self._tokenizer.eos_token_id
         self._end = ends[0] if own is None else own
         self._context_tokens = longest(model, config, context_tokens) or _CONTEXT_TOKENS
+        self._vocabulary = int(config.get_text_config().vocab_size)
         self._queue: deque[Batch] = deque()
 
     def room(self) -> int:
@@ -96,7 +97,9 @@ class DemonstrationRuntime(Runtime):
         """For each row its rollout, or its failure as text."""
         most = self._context_tokens
         texts = batch.records.column(PROMPT).to_pylist()
-        prompts = encode(self._tokenizer, texts, node=self._node, chat=self._chat, context_tokens=most)
+        prompts = encode(
+            self._tokenizer, texts, node=self._node, chat=self._chat, context_tokens=most, vocabulary=self._vocabulary
+        )
         answers = batch.records.column(self._answer).to_pylist()
         tokens = self._tokenizer([answer or "" for answer in answers], add_special_tokens=False)["input_ids"]
         return [self._rollout(*row) for row in zip(prompts, answers, tokens, strict=True)]
@@ -115,4 +118,6 @@ class DemonstrationRuntime(Runtime):
                 f"{self._context_tokens}; shorten it, or raise context_tokens"
             )
             return str(RolloutFailure(self._node, TOO_LONG, why))
+        if (fault := unknown_token(whole.ids, self._vocabulary, self._node)) is not None:
+            return fault
         return EndedRollout(tokens=whole, start=len(prompt), reason=STOPPED, text=answer)

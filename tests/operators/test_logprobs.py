@@ -196,12 +196,13 @@ def test_a_rollout_longer_than_the_model_takes_fails_and_its_siblings_do_not(tmp
     assert [row is None for row in lists_of(table, "ref_logprobs")] == [False, True]
 
 
-def test_a_model_that_lacks_a_token_of_the_policy_is_refused(tmp_path: Path) -> None:
-    model = Model(str(saved(language_model("Llama", vocab_size=20), tmp_path)), name="small").frozen()
-    with pytest.raises(
-        OperatorError, match=r"'ref_logprobs' reads .* 'small', which knows 20, but found token 39; give"
-    ):
-        forwarding(Logprobs(model)).run(rollouts(0, ("1",)))
+def test_a_rollout_with_a_token_that_the_model_lacks_fails_and_its_siblings_do_not(tmp_path: Path) -> None:
+    model = Model(str(saved(language_model("Llama", vocab_size=42), tmp_path)), name="small").frozen()
+    alone = forwarding(Logprobs(model)).run(rollouts(0, ("aa",)))
+    table = forwarding(Logprobs(model)).run(rollouts(0, ("a-", "aa")))
+    error = "ref_logprobs: the rollout has token 42, but 'small' knows 42; give a model with the policy's tokenizer"
+    assert table.column("error").to_pylist() == [error, None]
+    assert lists_of(table, "ref_logprobs") == [None, *lists_of(alone, "ref_logprobs")]
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Supervised fine-tuning as a graph without feedback: demonstrations are what they should be, and are learned."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,16 @@ def test_what_cannot_be_a_demonstration_is_a_failed_row(policy: Path) -> None:
     assert errors[0].startswith(said)
     assert errors[2].startswith("demonstrations: too_long: the prompt is too long")
     assert table.column("finish_reason").to_pylist() == ["error", "stop", "error"]
+
+
+def test_a_demonstration_with_a_token_beyond_the_embeddings_is_a_failed_row(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path / "more")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "more")
+    rows = [{"prompt": "a=", "answer": "<new>"}, {"prompt": "<new>", "answer": "1"}, {"prompt": "a=", "answer": "1"}]
+    errors = demonstrated(tmp_path / "more", rows).column("error").to_pylist()
+    assert errors[2] is None and all("but the model knows" in error for error in errors[:2])
 
 
 # The graph

@@ -324,6 +324,14 @@ def test_prompts_that_cannot_be_served_become_error_rows_beside_the_others(build
     assert {len(row["tokens"]) for row in rows if row["group_id"] == 4} == {16}
 
 
+def test_a_prompt_with_a_token_beyond_the_embeddings_becomes_error_rows_beside_the_others(build):
+    runtime = build()
+    runtime.tokenizer.add_tokens(["<new>"])
+    runtime.push(prompts(["ab", "a<new>", "cd"]))
+    errors = {row["group_id"]: row["error"] for row in rows_of(run_dry(runtime))}
+    assert errors[0] is errors[2] is None and f"but the model knows {runtime.engine.vocabulary}" in errors[1]
+
+
 def test_logits_that_are_not_finite_become_error_rows(build):
     runtime = build()
     with torch.no_grad():

@@ -136,6 +136,13 @@ def test_a_conversation_that_fills_the_context_is_answered_with_nothing(generato
     assert found[3]["error"] is None and found[3]["completion"] == ""
 
 
+def test_a_turn_with_a_token_beyond_the_embeddings_fails_alone(generator: GeneratorRuntime) -> None:
+    asked(generator, [1], [0], tokens=[3, generator.engine.vocabulary])
+    asked(generator, [2], [0], tokens=[3, 4])
+    found = answered(generator)
+    assert "but the model knows" in found[1]["error"] and found[2]["error"] is None
+
+
 def test_turns_bring_the_sampling_mask_where_the_generator_records_it(policy: Path) -> None:
     declared = Generator(
         Model(str(policy)).frozen(), max_tokens=6, slots=8, top_k=3, sampling_mask=True, segment_tokens=50
