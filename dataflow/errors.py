@@ -154,20 +154,23 @@ class KnobCheck(type):
         return super().__call__(*args, **knobs)
 
 
-def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function; a GraphError, not a TypeError, where it is called with what it does not take."""
+def checked(function: Callable[P, T], instead: str = "") -> Callable[P, T]:
+    """The same function; a GraphError, not a TypeError, where it is called with what it does not take.
+
+    instead: what to write, where that is no call with what it takes."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **knobs: P.kwargs) -> T:
-        _refuse_unknown(function.__name__, signature, signature.parameters, args, knobs)
+        _refuse_unknown(function.__name__, signature, signature.parameters, args, knobs, instead)
         return function(*args, **knobs)
 
     return call
 
 
 def _refuse_unknown(
-    name: str, signature: inspect.Signature, known: Iterable[str], args: tuple[Any, ...], knobs: Mapping[str, Any]
+    name: str, signature: inspect.Signature, known: Iterable[str], args: tuple[Any, ...], knobs: Mapping[str, Any],
+    instead: str = "",
 ) -> None:  # fmt: skip
     for knob in knobs:
         if knob not in known:
@@ -175,7 +178,9 @@ def _refuse_unknown(
     try:
         signature.bind(*args, **knobs)
     except TypeError as error:
-        raise GraphError(f"{name} takes other arguments: {error}; write {name}{_shown(signature)}") from None
+        raise GraphError(
+            f"{name} takes other arguments: {error}; write {instead or name + _shown(signature)}"
+        ) from None
 
 
 def _shown(signature: inspect.Signature) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from operators.losses.declared import loss
 from operators.losses.per_rollout import ratio_of
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor
     return (ratio * advantage).minimum(ratio.clamp(1.0 - low, 1.0 + high) * advantage)
 
 
+@loss
 def ppo(
     new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Tensor:
@@ -30,6 +32,7 @@ def ppo(
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
+@loss
 def grpo(
     new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Tensor:
@@ -41,6 +44,7 @@ def grpo(
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
+@loss
 def dr_grpo(
     new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.2,
     max_tokens: int = 1024,
@@ -54,6 +58,7 @@ def dr_grpo(
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high) / max_tokens
 
 
+@loss
 def dapo(
     new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.28
 ) -> Tensor:
@@ -66,6 +71,7 @@ def dapo(
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
 
 
+@loss
 def reinforce_plus_plus(
     new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Tensor:

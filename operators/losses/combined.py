@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, checked
+from operators.losses.declared import loss
 from operators.losses.per_rollout import MOST_LOG_RATIO, ratio_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def plus(loss: Loss, term: Loss) -> Loss:
     return _made(f"{_name(loss)}+{_name(term)}", call, {**ours, **theirs}, loss, term)
 
 
+@checked
 def with_kl(loss: Loss, beta: float = 0.04, *, corrected: bool = False) -> Loss:
     """The loss plus beta times the KL of the policy to a reference, as `plus` adds it; knob `kl_beta`.
 
@@ -47,6 +49,7 @@ def with_kl(loss: Loss, beta: float = 0.04, *, corrected: bool = False) -> Loss:
     return plus(loss, functools.partial(corrected_kl if corrected else kl_to_reference, kl_beta=beta))
 
 
+@checked
 def with_entropy(loss: Loss, weight: float = 0.001) -> Loss:
     """The loss minus weight times the entropy: `plus(loss, entropy_bonus)`; knob `entropy_weight`."""
     return plus(loss, functools.partial(entropy_bonus, entropy_weight=weight))
@@ -71,6 +74,7 @@ def one_update(loss: Loss) -> Loss:
     return _made(_name(loss), call, parameters, loss)
 
 
+@loss
 def kl_to_reference(new_logprobs: Tensor, ref_logprobs: Tensor, kl_beta: float = 0.04) -> Tensor:
     """kl_beta times the estimate  r - 1 - log r,  r = ref / pi,  of KL(pi || reference) (k3; arXiv 2402.03300 eq. 4).
 
@@ -81,6 +85,7 @@ def kl_to_reference(new_logprobs: Tensor, ref_logprobs: Tensor, kl_beta: float =
     return kl_beta * (gap.exp() - gap - 1.0)
 
 
+@loss
 def corrected_kl(new_logprobs: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl_beta: float = 0.04) -> Tensor:
     """kl_beta times  pi / mu * (r - 1 - log r) , the ratio with its gradient (DeepSeek-V3.2, arXiv 2512.02556).
 
@@ -89,6 +94,7 @@ def corrected_kl(new_logprobs: Tensor, logprobs: Tensor, ref_logprobs: Tensor, k
     return ratio_of(new_logprobs - logprobs) * kl_to_reference(new_logprobs, ref_logprobs, kl_beta)
 
 
+@loss
 def entropy_bonus(entropy: Tensor, entropy_weight: float = 0.001) -> Tensor:
     """Minus entropy_weight times the entropy of the policy at each token, in nats (arXiv 1602.01783)."""
     return -entropy_weight * entropy

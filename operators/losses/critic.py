@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from operators.losses.declared import loss
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@loss
 def value_loss(new_values: Tensor, values: Tensor, advantage: Tensor, clip: float | None = 0.2) -> Tensor:
     """Half the squared error of the values, as PPO's implementations train a critic (arXiv 1707.06347 eq. 9).
 

@@ -6,12 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 from operators.credit.groups import ROUNDING
+from operators.losses.declared import loss
 from operators.losses.per_rollout import sum_per_rollout, total
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@loss
 def dpo(
     new_logprobs: Tensor, ref_logprobs: Tensor, reward: Tensor, rollout_index: Tensor, group_index: Tensor,
     beta: float = 0.1,

@@ -12,12 +12,14 @@ import math
 from typing import TYPE_CHECKING
 
 from operators.losses.clipped import clipped
+from operators.losses.declared import loss
 from operators.losses.per_rollout import ratio_of, sum_per_rollout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@loss
 def decoupled_ppo(
     new_logprobs: Tensor, proximal_logprobs: Tensor, logprobs: Tensor, advantage: Tensor,
     clip_low: float = 0.2, clip_high: float = 0.2, cap: float = math.inf,
@@ -32,6 +34,7 @@ def decoupled_ppo(
     return -weight * clipped(ratio_of(new_logprobs - proximal_logprobs), advantage, clip_low, clip_high)
 
 
+@loss
 def truncated_is(
     new_logprobs: Tensor, proximal_logprobs: Tensor, logprobs: Tensor, advantage: Tensor,
     cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2,
@@ -46,6 +49,7 @@ def truncated_is(
     return -weight * clipped(ratio_of(new_logprobs - proximal_logprobs), advantage, clip_low, clip_high)
 
 
+@loss
 def sequence_truncated_is(
     new_logprobs: Tensor, proximal_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rollout_index: Tensor,
     cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2,
@@ -59,6 +63,7 @@ def sequence_truncated_is(
     return -weight * clipped(ratio_of(new_logprobs - proximal_logprobs), advantage, clip_low, clip_high)
 
 
+@loss
 def icepop(
     new_logprobs: Tensor, proximal_logprobs: Tensor, logprobs: Tensor, advantage: Tensor,
     least: float = 0.5, most: float = 5.0, clip_low: float = 0.2, clip_high: float = 0.2,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from operators.losses.declared import loss
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@loss
 def rloo(new_logprobs: Tensor, advantage: Tensor) -> Tensor:
     """The score function  A * grad log pi  (RLOO, arXiv 2402.14740; REINFORCE, Williams 1992).
 
@@ -17,6 +20,7 @@ def rloo(new_logprobs: Tensor, advantage: Tensor) -> Tensor:
     return -advantage * new_logprobs
 
 
+@loss
 def sft(new_logprobs: Tensor) -> Tensor:
     """Supervised learning: minus the log-probability of each token that the mask marks.
 

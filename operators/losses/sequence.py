@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from operators.losses.clipped import clipped
+from operators.losses.declared import loss
 from operators.losses.per_rollout import mean_per_rollout, ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@loss
 def gspo(
     new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rollout_index: Tensor,
     clip_low: float = 3e-4, clip_high: float = 4e-4,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from operators.losses.declared import loss
 from operators.losses.per_rollout import ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@loss
 def distill(new_logprobs: Tensor, logprobs: Tensor, teacher_logprobs: Tensor, rho: float = 4.0) -> Tensor:
     """Reverse KL to a teacher, estimated at the drawn tokens (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543).
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from operators.losses.declared import loss
 from operators.losses.per_rollout import ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@loss
 def aipo(new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rho: float = 4.0) -> Tensor:
     """Policy gradient weighted by the importance ratio, capped at `rho` from above (arXiv 2505.24034).
 
@@ -22,6 +24,7 @@ def aipo(new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rho: float =
     return -weight * advantage * new_logprobs
 
 
+@loss
 def aipo_surrogate(new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rho: float = 4.0) -> Tensor:
     """The surrogate  min(pi / mu, rho) * A,  differentiated: truncated tokens have no gradient at all.
 
@@ -32,6 +35,7 @@ def aipo_surrogate(new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, rh
     return -ratio_of(new_logprobs - logprobs).clamp(max=rho) * advantage
 
 
+@loss
 def cispo(
     new_logprobs: Tensor, logprobs: Tensor, advantage: Tensor, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:

@@ -11,7 +11,7 @@ from dataflow.limits import Limits
 from dataflow.run import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Evaluate, Generator, Prompts, Trainer
-from operators.losses import dpo, grpo
+from operators.losses import dpo, grpo, with_kl
 
 MODEL = Model("policies/tiny")
 
@@ -47,6 +47,9 @@ def graph() -> Graph:
         (lambda: make_plan(graph(), replica={"generator": 2}), "did you mean 'replicas'"),
         (lambda: collect(graph().source(FakePrompts(name="more")), row=3), "did you mean 'rows'"),
         (lambda: graph().feedback(None, None, staleness=3), "did you mean 'max_staleness'"),
+        (lambda: grpo(epsilon=0.2), "grpo has no knob 'epsilon' .*; did you mean 'clip_low'"),
+        (lambda: grpo(clip_low=0.2), r"write functools\.partial\(grpo, \.\.\.\), which sets knobs"),
+        (lambda: with_kl(grpo, kl_coef=0.1), "with_kl has no knob 'kl_coef' .*; did you mean 'beta'"),
     ],
 )  # fmt: skip
 def test_an_unknown_knob_is_refused_with_the_one_that_was_meant(make: Any, said: str) -> None:
