@@ -1,6 +1,6 @@
 """The graph language and the engine that runs it; importing it never imports torch."""
 
-from dataflow.system import interrupts as interrupts  # first, since it hears signals while the rest is imported
+from dataflow.system import first as first
 
 # isort: split
 # The functions below have the names of their modules. They are imported here, all at once, so that no later

@@ -21,7 +21,7 @@ from dataflow.foresight.command import AUTO, foreseen_of_run, told
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
-from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
+from dataflow.history.launch import Launch, check_flags, check_text, recorded_launch, this_launch
 from dataflow.history.replay import Wishes, report_replay
 from dataflow.launchers.launcher import Launcher
 from dataflow.launchers.named import known_hosts, launcher_named
@@ -69,6 +69,7 @@ def main(
     flags = {name: chosen.pop(name) for name in _RUN_FLAGS}
     status = 0
     try:
+        check_text()
         if flags["resume"] is not None and (begun := recorded_launch(RunFolder.open(flags["resume"]))) is not None:
             check_flags(begun, chosen)
         launcher = launcher_named(flags["on"]) if flags["on"] else None

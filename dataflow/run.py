@@ -31,7 +31,7 @@ from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.history.environment import KEY as ENVIRONMENT
 from dataflow.history.environment import environment
-from dataflow.history.launch import KEY, Launch, trusted
+from dataflow.history.launch import KEY, Launch, check_text, trusted
 from dataflow.history.resume import Begun, RecordedRun, check_same, go_on_with, has_begun, take_up
 from dataflow.history.summary import summarize
 from dataflow.history.verify import Verdict, verify
@@ -50,6 +50,7 @@ from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import RunSpec, Times, execute, take
 from dataflow.scheduler.table import Table
 from dataflow.structure import kept_by
+from dataflow.system.files import to_json
 from dataflow.system.interrupts import interrupted
 from dataflow.system.log import log_to
 from dataflow.system.security import check_listen
@@ -221,6 +222,7 @@ def run(
         graph, on=on, steps=steps, seed=seed, keep_steps=keep_steps, resume=resume, track=track, listen=listen,
         standby=standby,
     )  # fmt: skip
+    check_text(("the run folder", str(Path(resume or runs).absolute())), ("the graph", to_json(graph_facts(graph))))
     if recorded is not None:
         steps, seed = recorded.steps if steps is None else steps, recorded.seed
         keep_steps = recorded.config.get(KEEP) if keep_steps is None else keep_steps

@@ -43,7 +43,7 @@ OWN_LIMITS = {
     "dataflow/limits.py",
     # the ports hand over what a run says
     "transport/weights/protocol/pace.py",
-    "transport/native/compile.py",  # without a kernel all goes on, slower
+    "transport/compile.py",  # without a kernel all goes on, slower
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
     "operators/rewards/judge_model.py",  # a judge elsewhere, which is the user's to know
     "operators/environments/declaration.py",  # a server of environments elsewhere, the same

@@ -33,7 +33,7 @@ def main() -> int:
         keys = told.read_keys()
         own = not run_disk.sees(folder, keys)
         if own:
-            run_disk.make(name, folder)
+            run_disk.make(name, folder, told.scheduler)
         log_to(folder / "logs" / log_name(name))
         address = own_address(told.address, told.scheduler)
         check_listen(address)

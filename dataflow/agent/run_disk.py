@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from dataflow.agent.rendezvous import Rendezvous
+from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import RunError
 from dataflow.folder.rollback import number_finished
 from dataflow.system.files import disk
@@ -30,9 +30,15 @@ def check_under_way(host: str, folder: Path) -> None:
         _check_nobodys(host, folder)
 
 
-def make(host: str, folder: Path) -> None:
-    """Have the folders of a host that sees no other. Errors: RunError where a scheduler's stands there, of this run or
-    another; RunFolderError."""
+def make(host: str, folder: Path, scheduler: str = "") -> None:
+    """Have the folders of a host that sees no other. scheduler: that the host is to join. Errors: RunError where a
+    scheduler's stands there, of this run or another, or the host has other keys than that; RunFolderError."""
+    at = Rendezvous.read(folder)
+    if at is not None and at.address == scheduler:
+        raise RunError(
+            f"host '{host}' has other keys than the run in '{folder}', which the scheduler at {scheduler} leads; give "
+            f"it those of this start, which stand in '{folder / KEYS_FILE}'"
+        )
     _check_nobodys(host, folder)
     with disk("making", folder):
         for below in _BELOW:

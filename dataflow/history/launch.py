@@ -107,6 +107,20 @@ def this_launch(flags: Mapping[str, Any]) -> Launch | None:
     return Launch(**how, arguments=tuple(sys.argv[1:]), folder=str(Path.cwd()), flags=known)
 
 
+def check_text(*more: tuple[str, str]) -> None:
+    """Refuse a program, its arguments, its folder, and `more`, what it is and how it goes, which no file of a run could
+    hold: they are UTF-8, and on Linux a name may be any bytes. Errors: GraphError."""
+    given = (("the folder it starts in", str(Path.cwd())), *(("an argument of the program", each) for each in sys.argv))
+    for what, text in (*given, *more):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            near = text[max(0, error.start - 40) : error.end + 40]
+            raise GraphError(
+                f"{what} is no text that UTF-8 knows, in which a run's files are written: {near!a}; rename it"
+            ) from None
+
+
 def recorded_launch(folder: RunFolder) -> Launch | None:
     """How the run in a folder was started; None where it was by a script that calls `run`."""
     found = described(folder)[1].get(KEY)

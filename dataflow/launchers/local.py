@@ -29,6 +29,10 @@ class Slot:
     address: str = LOOPBACK
     prefix: tuple[str, ...] = ()
     """A command that runs it, such as nsenter."""
+    cpus: str = ""
+    """How many cores it has, where that is not its share."""
+    gpus: str = ""
+    """The same of accelerators."""
 
 
 @dataclass
@@ -66,7 +70,11 @@ class Local:
             os.write(keys, join.keys)
             os.close(keys)
             told = join.environment(
-                keys=f"fd:{pipe}", host=slot.host, address=slot.address, cpus=str(part.cpus), gpus=str(part.gpus)
+                keys=f"fd:{pipe}",
+                host=slot.host,
+                address=slot.address,
+                cpus=slot.cpus or str(part.cpus),
+                gpus=slot.gpus or str(part.gpus),
             )
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, _share(number, count, gpus)))} if gpus else {}
             with self._log(slot.host).open("ab") as log:

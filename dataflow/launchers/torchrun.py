@@ -83,8 +83,10 @@ class Torchrun:
         keys = secret_keys(os.environ)
         os.environ.pop(SECRET, None)
         self._server = BootstrapServer(endpoint(self.listen, str(self._ranks.port)), keys, join)
-        host, address = (os.environ.get(f"DATAFLOW_AGENT_{name}") for name in ("HOST", "ADDRESS"))
-        slot = Slot(host=host or socket.gethostname(), address=address or self.listen)
+        host, address, cpus, gpus = (
+            os.environ.get(f"DATAFLOW_AGENT_{name}", "") for name in ("HOST", "ADDRESS", "CPUS", "GPUS")
+        )
+        slot = Slot(host=host or socket.gethostname(), address=address or self.listen, cpus=cpus, gpus=gpus)
         self._agent = Local([slot], self.listen)
         self._agent.start(join)
 

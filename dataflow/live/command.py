@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import getpass
 import secrets
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from dataflow.live.looks import Ask
 from dataflow.live.server import PageServer
 from dataflow.live.steering import Controls, Steering
 from dataflow.system.priority import step_back
+from dataflow.system.processes import user_here
 
 TOKEN_BYTES = 24
 STEERS = "which whoever has this address may stop and change"
@@ -29,7 +28,7 @@ def live(runs: Sequence[Path], ask: Ask, port: int = 0, controls: Controls | Non
         raise GraphError(f"a page shows {MOST_RUNS} runs at most, but {len(runs)} were named; name fewer")
     folders = [RunFolder.open(run) for run in runs]
     step_back()
-    by = f"{getpass.getuser()}@{socket.gethostname()}, from the live page"
+    by = f"{user_here()}, from the live page"
     answers = PageAnswers(folders, ask, Steering(controls, by) if controls is not None else None)
     steer = answers.steer if controls is not None else None
     server = PageServer(answers, secrets.token_urlsafe(TOKEN_BYTES), steer=steer)

@@ -1,6 +1,7 @@
 """Turns what the workers report into what the display shows, and keeps the accounts of the training phase."""
 
 import collections
+import itertools
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
@@ -17,11 +18,15 @@ from dataflow.planning.wiring import edges
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scoring.failure import failures_told
 from dataflow.structure import feeding, leading, lines_of
+from dataflow.system.files import tail
+from dataflow.system.native import STARTING
 from dataflow.worker.kept_counts import CrossedByFile, total
 from dataflow.worker.state_clock import BESIDE, STATES
 
 _WINDOW_S, _LONGEST_S, _APART_S = 5.0, 60.0, 0.5
 """Of what is told per second: at least, and where nothing has come in that time. Between two moments that are kept."""
+_LOOKED_AT = 8
+"""Logs of workers that start."""
 _BUSY = "busy"
 _Spent: TypeAlias = dict[str, dict[str, float]]
 """By state and node, seconds."""
@@ -161,8 +166,16 @@ class ProgressWatch:
         )
         return Snapshot(
             graph=self._graph.name, step=self._begun, steps=self._steps,
-            doing=f"starting {', '.join(names)}" if names else "", elapsed_s=self._clock() - self._began, nodes=nodes,
+            doing=f"starting {', '.join(names)}{self._held_by(late)}" if names else "",
+            elapsed_s=self._clock() - self._began, nodes=nodes,
         )  # fmt: skip
+
+    def _held_by(self, late: Collection[str]) -> str:
+        """What takes one of them so long, if its log says that at its end."""
+        first = itertools.islice(late, _LOOKED_AT)
+        last = [tail(self._folder.logs / f"{name}.log").rstrip().rpartition("\n")[2] for name in first]
+        told = [line.removeprefix(STARTING) for line in last if line.startswith(STARTING)]
+        return f" ({told[0]})" if told else ""
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""

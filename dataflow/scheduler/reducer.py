@@ -145,6 +145,8 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
             commands += scaling.hello(table, record) if table.begun else _wire_all(table)
         case messages.Ready():
             record.life = Life.READY
+            commands += [events.NotifyUser(note) for note in message.notes if note not in table.notes]
+            table.notes.update(message.notes)
             commands += knob_policy.tell(table, record)
             if table.begun:
                 commands += lifecycle.go_on(table, record, now)

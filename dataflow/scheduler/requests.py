@@ -1,7 +1,6 @@
 """Requests to a run that is under way: how one is made, and how the scheduler answers."""
 
 import errno
-import getpass
 import secrets
 import socket
 import stat
@@ -18,6 +17,7 @@ from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.system.messages import Codec, MessageError, Natural, Plain
+from dataflow.system.processes import user_here
 from dataflow.system.security import RunKeys, present
 
 ANSWER_S = 10.0
@@ -212,10 +212,10 @@ def ask_to_scale(
 ) -> Replicas:
     """Ask the run in a folder for so many replicas of some nodes; what it has, once it has taken the wish in.
 
-    by: who asks; None: `asker()`. Raises RunError when the run is over or refuses, DeadlineError when it does not
+    by: who asks; None: `user_here()`. Raises RunError when the run is over or refuses, DeadlineError when it does not
     answer in time.
     """
-    return _exchange(folder, Scale(wishes, asker() if by is None else by), Scaled, timeout_s).replicas
+    return _exchange(folder, Scale(wishes, user_here() if by is None else by), Scaled, timeout_s).replicas
 
 
 def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S, by: str | None = None) -> None:
@@ -223,7 +223,7 @@ def ask_to_stop(folder: RunFolder, timeout_s: float = ANSWER_S, by: str | None =
 
     by: as for `ask_to_scale`. Raises RunError when the run is over, DeadlineError when it does not answer in time.
     """
-    _exchange(folder, StopRun(asker() if by is None else by), Stopping, timeout_s)
+    _exchange(folder, StopRun(user_here() if by is None else by), Stopping, timeout_s)
 
 
 def ask_to_swap(
@@ -234,7 +234,7 @@ def ask_to_swap(
     by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when it does not answer in
     time.
     """
-    return _exchange(folder, SwapNode(node, reference, asker() if by is None else by), Swapped, timeout_s).text
+    return _exchange(folder, SwapNode(node, reference, user_here() if by is None else by), Swapped, timeout_s).text
 
 
 def ask_to_set(
@@ -245,7 +245,7 @@ def ask_to_set(
     by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when it does not answer in
     time.
     """
-    return _exchange(folder, SetKnobs(wishes, asker() if by is None else by), KnobsSet, timeout_s).text
+    return _exchange(folder, SetKnobs(wishes, user_here() if by is None else by), KnobsSet, timeout_s).text
 
 
 def ask_for_checkpoint(folder: RunFolder, timeout_s: float = CHECKPOINT_S, by: str | None = None) -> str:
@@ -254,12 +254,7 @@ def ask_for_checkpoint(folder: RunFolder, timeout_s: float = CHECKPOINT_S, by: s
     by: as for `ask_to_scale`. Raises RunError when the run is over or refuses, DeadlineError when it does not answer in
     time.
     """
-    return _exchange(folder, KeepCheckpoint(asker() if by is None else by), CheckpointKept, timeout_s).text
-
-
-def asker() -> str:
-    """This process's user, as user@host."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
+    return _exchange(folder, KeepCheckpoint(user_here() if by is None else by), CheckpointKept, timeout_s).text
 
 
 def ask_for_facts(folder: RunFolder, timeout_s: float = ANSWER_S) -> Facts:

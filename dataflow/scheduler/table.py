@@ -285,6 +285,8 @@ class Table:
     """Replicas that nodes are to have, and have not."""
     schedule: list[tuple[int, Mapping[str, int]]] = field(init=False)
     """Wishes of the plan, by the step from which they count."""
+    notes: set[str] = field(default_factory=set)
+    """What workers have told people."""
     last_ticket: int = 0
     swaps: Swaps = field(default_factory=Swaps)
     changes: list[KnobChange] = field(default_factory=list)

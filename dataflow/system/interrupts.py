@@ -97,6 +97,3 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 def _is_here() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-end_as_others_do()

@@ -1,5 +1,5 @@
-"""Hands the compiler of C files on to the operators, which may not look below this package."""
+"""Hands the compiler of C files, and where its work lies, on to all that may not look below this package."""
 
-from transport.native.compile import compiled
+from transport.compile import NOTES, STARTING, cache_folder, compiled, compilers_caches
 
-__all__ = ["compiled"]
+__all__ = ["NOTES", "STARTING", "cache_folder", "compiled", "compilers_caches"]

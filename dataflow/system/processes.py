@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import getpass
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,6 +41,15 @@ def machine() -> str:
     with contextlib.suppress(OSError):
         return f"{_BOOT.read_text().strip()} {_NUMBERS.readlink()}"
     return ""
+
+
+def user_here() -> str:
+    """This process's user, as user@host; the user's number where it has no name, as in many containers."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def look(pids: Iterable[int], during_s: float) -> dict[int, Process]:

@@ -55,6 +55,8 @@ class Ready:
     """Its operators are built and wired."""
 
     attempt: int
+    notes: Sequence[str] = ()
+    """What people should know of how: such as kernels that are off."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
+from dataflow.system import native
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.log import log_to
@@ -150,7 +151,7 @@ class Worker:
         self._refresh(force=True)
         self._host.record_swaps()
         self._host.record_changes()
-        self._link.send(messages.Ready(attempt=self._attempt))
+        self._link.send(messages.Ready(attempt=self._attempt, notes=tuple(native.NOTES)))
         self._wait_for(messages.Start)
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
         self._turned, self._state = self._clock(), "running"
@@ -345,7 +346,7 @@ def environment(threads: int) -> dict[str, str]:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other check would spoil CUDA for what is forked afterwards
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }  # fmt: skip
+    } | native.compilers_caches()  # fmt: skip
 
 
 def _set_threads(threads: int) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.errors import GraphError, WorldFailed
 from dataflow.scorer import Scorer
 from dataflow.stream import Rollout, Stream
+from dataflow.system.native import cache_folder
 from operators.rewards.foreign.adapting import messages_of
 from operators.rewards.match import last_number
 from operators.rewards.packaged import PackagedScorer
@@ -46,7 +47,7 @@ def last_number_said(text: str) -> float:
 
 def default_cache() -> str:
     """The folder in which replies are kept where none is named."""
-    return str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dataflow-rl" / "judge")
+    return str(cache_folder() / "judge")
 
 
 @dataclass(frozen=True, kw_only=True)

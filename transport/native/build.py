@@ -6,7 +6,7 @@ import ctypes
 import functools
 from pathlib import Path
 
-from transport.native.compile import compiled
+from transport.compile import compiled
 
 FLAGS = ("-O3", "-std=gnu11", "-fno-trapping-math", "-pthread")
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from dataflow import Graph, Model, run
 from dataflow.cli import main
-from dataflow.errors import RunError
+from dataflow.errors import GraphError, RunError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.launch import Launch, start_again, trusted
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 
 @pytest.fixture
@@ -157,3 +159,24 @@ def test_a_folder_without_its_copies_for_people_is_gone_on_with(folder: RunFolde
     folder.graph_json.unlink()
     start_again(folder)
     assert len(ran) == 1
+
+
+@pytest.mark.parametrize("place", ["argument", "folder", "runs", "graph"])
+def test_bytes_that_are_no_text_are_refused_by_name_before_anything_is_made(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = tmp_path / "\udcff"
+    bad.mkdir()
+    runs, name = bad if place == "runs" else tmp_path / "runs", "\udcff" if place == "graph" else "name"
+    monkeypatch.setattr(sys, "argv", ["program", str(bad)] if place == "argument" else ["program"])
+    monkeypatch.chdir(bad if place == "folder" else tmp_path)
+    what = {"argument": "an argument of", "folder": "the folder it starts in", "runs": "the run folder"}
+    with pytest.raises(GraphError, match=rf"{what.get(place, 'the graph')} .* UTF-8 .*'[^']*\\udcff"):
+        run(named(name), runs=runs)
+    assert not list(tmp_path.glob("runs/*")) and not list(bad.iterdir())
+
+
+def named(name: str) -> Graph:
+    g, model = Graph("fakes"), Model(name)
+    FakeTrainer(model=model)(FakeGenerator(model=model)(g.source(FakePrompts(size=4))))
+    return g

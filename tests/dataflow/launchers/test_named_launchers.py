@@ -1,7 +1,10 @@
 """What `--on` names, and what it refuses before anything starts."""
 
+import dataclasses
+import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rigs.launchers.joining import JOIN
@@ -25,6 +28,27 @@ def test_every_name_stands_for_its_launcher(monkeypatch: pytest.MonkeyPatch) -> 
     ranked = launcher_named("torchrun")
     assert isinstance(ranked, Launcher) and (ranked.hosts, ranked.listen) == (2, "127.0.0.1")
     assert launcher_named("ray:4") == ray(hosts=4)
+
+
+def test_the_first_rank_has_what_the_environment_says_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").mkdir()
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = str(trial.getsockname()[1] - 1)
+    own = {"DATAFLOW_AGENT_CPUS": "3", "DATAFLOW_AGENT_GPUS": "0", "DATAFLOW_AGENT_HOST": "first"}
+    for name, value in {**RANK_0, **own, "MASTER_PORT": port, "DATAFLOW_SECRET": "s" * 32}.items():
+        monkeypatch.setenv(name, value)
+    told: list[dict[str, str]] = []
+    ended = SimpleNamespace(poll=lambda: 0, wait=lambda timeout=None: 0)
+    monkeypatch.setattr(
+        "dataflow.launchers.local.program", lambda *_, environment, **__: told.append(environment) or ended
+    )
+    ranked = Torchrun()
+    ranked.start(dataclasses.replace(JOIN, folder=str(tmp_path)))
+    ranked.stop()
+    assert {name: told[0][name] for name in own} == own
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,15 @@ def test_keys_of_another_run_are_a_leftover(tmp_path: Path, monkeypatch: pytest.
     assert not run_disk.sees(tmp_path, RunKeys.make())
 
 
+def test_keys_that_are_not_those_of_the_scheduler_it_is_to_join_are_told_as_such(tmp_path: Path) -> None:
+    Rendezvous(address="tcp://a:1", number=0, hosts=()).write(tmp_path, RunKeys.make())
+    (tmp_path / "ledger.db").touch()
+    with pytest.raises(RunError, match="host 'b' has other keys than the run in .*, which the scheduler at tcp://a:1"):
+        run_disk.make("b", tmp_path, "tcp://a:1")
+    with pytest.raises(RunError, match="host 'b' comes too late"):
+        run_disk.make("b", tmp_path, "tcp://b:1")
+
+
 def test_a_folder_of_its_own_is_made_and_numbered_and_another_runs_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_disk.make("b", folder)

@@ -577,6 +577,14 @@ def mutated(rng: np.random.Generator, value: Any) -> Any:
     return value
 
 
+def test_what_several_workers_note_as_they_become_ready_is_told_once(play: Any) -> None:
+    run = play().begin()
+    for name in ("generator-0", "trainer-0"):
+        run.server.received.append(Received(name, Ready(attempt=0, notes=("kernels are off",))))
+    run.turn()
+    assert run.run.notices.count("kernels are off") == 1
+
+
 def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:
     run, rng, heard = play().begin(), np.random.default_rng(14), 0
     watch = ProgressWatch(run.run.table.graph, run.run.table.plan, RunFolder(run.folder), 10, lambda: run.now)

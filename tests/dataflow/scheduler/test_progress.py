@@ -81,6 +81,11 @@ def test_of_nodes_that_share_devices_it_tells_who_sleeps_and_who_waits_for_whom(
 
 def test_it_tells_who_is_starting_and_what_goes_on_before_and_after_the_steps(scene: Scene) -> None:
     assert scene.watch.starting(["prompts-0", "generator-1"]).doing == "starting prompts, generator"
+    log = scene.folder.logs / "generator-1.log"
+    log.write_text("begins\nstarting: cc compiles kernels\n")
+    assert scene.watch.starting(["generator-1"]).doing == "starting generator (cc compiles kernels)"
+    log.write_text(f"{log.read_text()}goes on\n")
+    assert scene.watch.starting(["generator-1"]).doing == "starting generator"
     ready = scene.watch.starting([])
     assert ready.doing == ""
     assert {node.state for node in ready.nodes} == {"ready"}

@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ("dataflow", "operators", "graphs", "transport", "bench", "pyproject.toml", "README.md")
+SOURCES = ("dataflow", "operators", "graphs", "transport", "dataflow_rl.py", "pyproject.toml", "README.md")
 
 
 def build(folder: Path) -> Path:

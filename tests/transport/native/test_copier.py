@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from transport.compile import compiled
 from transport.native import Copier, Follower, Summer, build, copier, dense_bytes, summer, sums, wordsum, wordsums
-from transport.native.compile import compiled
 
 MODULUS = 1 << 64
 ODD_SIZES = st.one_of(st.integers(0, 300), st.sampled_from([4095, 4096, 65537]))

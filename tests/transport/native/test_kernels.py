@@ -6,15 +6,17 @@ import functools
 import hashlib
 import os
 import platform
+import pwd
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from operators.engine.native import build as engine
+from transport.compile import PROCESSOR, compiled, compilers_caches
 from transport.native import build as transport
-from transport.native.compile import PROCESSOR, compiled
 
 KERNELS = {
     "copies and sums": ((Path(transport.__file__).with_name("kernels.c"),), transport.FLAGS),
@@ -86,3 +88,65 @@ def test_a_processor_that_the_compiler_does_not_know_is_refused(source, monkeypa
     monkeypatch.setenv(PROCESSOR, "abacus")
     with pytest.raises(ValueError, match=r"wide\.c cannot be compiled for DATAFLOW_MARCH=abacus; found .+; name a"):
         compiled.__wrapped__((source,), (("-O1",),))
+
+
+@pytest.fixture(params=["takes no files", "cannot be made", "no home"])
+def no_cache(request, tmp_path, source, monkeypatch):
+    """The user's cache folder is none; temporary files go to a folder of their own, in which this is the other one."""
+    (tmp_path / "read-only").mkdir()
+    (tmp_path / "read-only" / "dataflow-rl").symlink_to("/proc", target_is_directory=True)
+    places = {"takes no files": tmp_path / "read-only", "cannot be made": source}
+    if request.param in places:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(places[request.param]))
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"dataflow-rl-{os.getuid()}"
+
+
+def test_where_the_cache_folder_takes_no_files_kernels_are_compiled_into_another_once(no_cache, source, monkeypatch):
+    assert compiled.__wrapped__((source,), (("-O1",),)) is not None
+    (made,) = no_cache.glob("wide-*.so")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is compiled again"))
+    assert compiled.__wrapped__((source,), (("-O1",),)) is not None
+    assert compilers_caches() == {
+        "TRITON_CACHE_DIR": f"{made.parent}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{made.parent}/inductor",
+    }  # fmt: skip
+
+
+def test_nothing_is_run_from_a_folder_that_others_could_write(no_cache, source, monkeypatch):
+    compiled.__wrapped__((source,), (("-O1",),))
+    no_cache.chmod(0o777)
+    monkeypatch.setattr("transport.compile._folders", lambda: iter([no_cache]))
+    monkeypatch.setattr("transport.compile.NOTES", told := list[str]())
+    assert compiled.__wrapped__((source,), (("-O1",),)) is None
+    assert "kernels in C are off" in told[0] and f"nothing can be written to {no_cache}" in told[0]
+
+
+@pytest.mark.parametrize(("compiler", "why"), [
+    ("false", "cannot compile wide.c"), ("no-such-one", "neither no-such-one nor gcc nor clang is on the PATH"),
+])  # fmt: skip
+def test_kernels_that_are_off_are_told_of_with_the_reason(compiler, why, source, tmp_path, monkeypatch):
+    (tmp_path / "false").symlink_to("/bin/false")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr("transport.compile.NOTES", told := list[str]())
+    assert compiled.__wrapped__((source,), (("-O1",), ("-O2",))) is None
+    assert len(told) == 1 and told[0].startswith("kernels in C are off, and slower ways are taken") and why in told[0]
+
+
+def test_a_compiler_that_knows_less_is_told_of_too(source, monkeypatch):
+    monkeypatch.setattr("transport.compile.NOTES", told := list[str]())
+    assert compiled.__wrapped__((source,), (("-fno-such-flag",), ("-O1",))) is not None
+    assert "compiles wide.c with -O1 alone, and it is slower" in told[0]
+
+
+def test_a_library_that_is_damaged_is_made_again(source, tmp_path):
+    compiled.__wrapped__((source,), (("-O1",),))
+    (made,) = (tmp_path / "cache" / "dataflow-rl").glob("wide-*.so")
+    whole = made.stat().st_size
+    made.unlink()
+    made.write_text("half")
+    assert compiled.__wrapped__((source,), (("-O1",),)) is not None and made.stat().st_size == whole

@@ -1,0 +1,54 @@
+"""What is put right before anything else is imported: signals, streams that are closed, and whose the packages are."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from dataflow.system.interrupts import end_as_others_do
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def open_streams() -> None:
+    """Standard streams that are closed (`>&-`) lead nowhere from here on, so that no file or socket takes their
+    numbers, and whoever prints finds one."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            handle = os.open(os.devnull, os.O_RDWR)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def stranger(name: str) -> Path | None:
+    """The file that `import NAME` finds, where it is not this project's; None where it is, or there is none."""
+    with contextlib.suppress(ValueError):  # a module that somebody has made himself
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin and Path(spec.origin).resolve() != _ROOT / name / "__init__.py":
+            return Path(spec.origin)
+    return None
+
+
+def check_packages() -> None:
+    """Say whose the packages are that a user's file hides, by its name. Errors: ImportError for one that nothing goes
+    without."""
+    if (found := stranger("transport")) is not None:
+        raise ImportError(
+            f"'transport' is {found}, which hides Dataflow RL's package of that name at {_ROOT}; rename that file"
+        )
+    for name in ("operators", "graphs"):
+        if (found := stranger(name)) is not None:
+            hides = f"hides Dataflow RL's package of that name at {_ROOT}"
+            print(f"note: '{name}' is {found}, which {hides}; rename that file to import from there", file=sys.stderr)
+
+
+end_as_others_do()
+open_streams()
+check_packages()
