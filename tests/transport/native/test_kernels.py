@@ -103,6 +103,8 @@ def no_cache(request, tmp_path, source, monkeypatch):
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path / f"dataflow-rl-{os.getuid()}"
 
 
