@@ -32,7 +32,8 @@ def encode(
     """For each prompt its tokens, int64 [1 .. context_tokens - 1], or its failure as text.
 
     node: whose failure that is. chat: the prompts are JSON lists of {"role", "content"}, laid out by the tokenizer's
-    chat template. vocabulary: tokens that the model knows, where that is told. tools: definitions that the template is to tell of.
+    chat template. vocabulary: tokens that the model knows, where that is told. tools: definitions that the template is
+    to tell of.
     """
     found: list[AnyArray | str] = ["" for _ in prompts]
     texts: dict[int, str] = {}
