@@ -155,12 +155,14 @@ def _left(request: RunRequest) -> HostedRun | None:
     agents = Agents(request.listen, keys, folder, at.number + 1, hang_s=request.limits.hang_s)
     server = request.server(agents, None)
     agents.announce(hosts)
+    plan, ours, begin = None, None, Begin(launch={}, inputs={}, whereabouts=asdict(server.whereabouts))
     with contextlib.suppress(GraphError, RunError):
-        came = server.take_over([host.name for host in hosts], FOUND_S)
-        plan, _ = request.plan(hosts)
-        ours = built(request.graph, plan, request.launch).digest
+        plan, inputs = request.plan(hosts)
+        ours, begin = built(request.graph, plan, request.launch), _begin(request, inputs, server)
+    came = server.take_over(begin, ours, [host.name for host in hosts], FOUND_S)
+    with contextlib.suppress(GraphError, RunError):
         all_can = not any(host.own_folder for host in hosts)  # others do not find this scheduler
-        if came and all_can and request.may_take(plan) and agents.digests <= {ours}:
+        if came and all_can and plan and ours and request.may_take(plan) and agents.digests <= {ours.digest, ""}:
             taken = Taken(server=server, left=read(server.left))
             return HostedRun(plan=plan, server=server, taken=taken)
     server.close()
@@ -195,9 +197,13 @@ def _gathered(launcher: Launcher, request: RunRequest, open_: contextlib.ExitSta
     agents.announce(hosts)
     server = request.server(agents, request.hold.number)
     open_.callback(server.close)
-    begin = Begin(
+    agents.build(_begin(request, inputs, server), built(request.graph, plan, request.launch), request.limits.start_s)
+    return HostedRun(plan=plan, server=server, taken=None)
+
+
+def _begin(request: RunRequest, inputs: PlanInputs, server: HostsControlServer) -> Begin:
+    """What a host is to build."""
+    return Begin(
         launch=vars(request.launch), inputs=inputs.to_plain(), whereabouts=asdict(server.whereabouts),
         part=request.part,
     )  # fmt: skip
-    agents.build(begin, built(request.graph, plan, request.launch), request.limits.start_s)
-    return HostedRun(plan=plan, server=server, taken=None)

@@ -52,10 +52,13 @@ class Agents:
     unblocked by: their messages; the end of one of them, which ends the first three
     """
 
-    def __init__(self, listen: str, keys: RunKeys, folder: Path, number: int = 0, *, hang_s: float) -> None:
+    def __init__(
+        self, listen: str, keys: RunKeys, folder: Path, number: int = 0, *, hang_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """listen: an address of this machine that the hosts reach. folder: of the run. number: how many schedulers
         there were before. hang_s: as `Limits` has it. Errors: RunError where it cannot listen there."""
-        self.keys, self.number = keys, number
+        self.keys, self.number, self._clock = keys, number, clock
         self.watch: Callable[[], list[str]] = list
         """Sentences about agents that have ended."""
         self.told: Callable[[str], object] = lambda text: None
@@ -131,12 +134,12 @@ class Agents:
         self._await(lambda: not missing(), within_s, lambda: too_late(missing(), within_s, self._folder))
         self._events.clear()  # the plan knows these hosts
 
-    def take_over(self, whereabouts: Mapping[str, str], hosts: Collection[str], within_s: float) -> bool:
+    def take_over(self, begin: Begin, ours: Built | None, hosts: Collection[str], within_s: float) -> bool:
         """Have the agents of the scheduler before come to this one, and wait for those on these hosts; whether any
-        came. What they have is told as they come."""
-        self._begin = Begin(launch={}, inputs={}, whereabouts=whereabouts)
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
+        came. What they have is told as they come. begin, ours: for hosts that join later; None: none may."""
+        self._begin, self._built = begin, ours
+        deadline = self._clock() + within_s
+        while self._clock() < deadline:
             came = [agent.answer for agent in self._hosts.values() if agent.answer is not None]
             self.alone_s = max([each.alone_s for each in came], default=0.0)
             if len(came) >= len(hosts):
@@ -168,9 +171,9 @@ class Agents:
     def pause(self, is_paused: bool) -> None:
         """Let all workers stand still, or go on; returns when they do, as this process may be stopped next."""
         self._to_all(Pause(is_paused))
-        deadline = time.monotonic() + _PAUSE_S
+        deadline = self._clock() + _PAUSE_S
         present = [agent for agent in self._hosts.values() if agent.may_answer]
-        while any(agent.is_paused != is_paused for agent in present) and time.monotonic() < deadline:
+        while any(agent.is_paused != is_paused for agent in present) and self._clock() < deadline:
             self._wait(0.05)
 
     def stay(self, wait_s: float, end_s: float, silent_s: float) -> None:
@@ -180,7 +183,7 @@ class Agents:
 
     def live(self) -> None:
         """Give a sign of life; find out who is not connected any more."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._lived < _LIVES_S:
             return
         self._lived = now
@@ -199,7 +202,9 @@ class Agents:
     def events(self) -> list[Event]:
         """What has happened since the last call. Errors: Replaced, as soon as another scheduler leads the run."""
         self._receive()
-        self._look()
+        if self._clock() - self._looked >= _LOOK_S:
+            self._looked = self._clock()
+            Rendezvous.check_leads(self._folder, self.number)
         for text in self.watch():
             self.told(text)
         found, self._events = self._events, []
@@ -213,7 +218,7 @@ class Agents:
 
     def seek(self, host: str) -> None:
         """Should there be an agent of a host that was given up, have it say which workers it has."""
-        agent, now = self._hosts.get(host), time.monotonic()
+        agent, now = self._hosts.get(host), self._clock()
         if agent is not None and not agent.has_left and not agent.is_clearing and now - agent.asked_at > _LOOK_S:
             self._forget(host)
             self._go_on(agent)
@@ -229,9 +234,9 @@ class Agents:
         if self._is_over:
             return
         self._to_all(End())
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         self._lived = float("-inf")
-        while time.monotonic() < deadline and any(agent.may_answer for agent in self._hosts.values()):
+        while self._clock() < deadline and any(agent.may_answer for agent in self._hosts.values()):
             self.live()
             self._wait(0.05)
         Rendezvous.remove(self._folder)
@@ -245,7 +250,7 @@ class Agents:
             if isinstance(message, Join):
                 self._join(name, identity, message)
             elif (agent := self._hosts.get(name)) is not None and agent.identity == identity:
-                agent.heard_at = time.monotonic()
+                agent.heard_at = self._clock()
                 self._take_in(name, agent, message)
 
     def _join(self, name: str, identity: bytes, join: Join) -> None:
@@ -256,7 +261,7 @@ class Agents:
         if agent is not None and agent.identity == identity:
             self._go_on(agent)
             return
-        if agent is not None and agent.lives(time.monotonic()):
+        if agent is not None and agent.lives(self._clock()):
             if self._begin is not None:
                 return  # it asks again; the one before it may have just ended
             self._turn_away(identity, same_name(agent.join, join))
@@ -267,7 +272,7 @@ class Agents:
         if agent is not None:
             self._left(name, agent, "has another agent")
             self._socket.remove(agent.identity)
-        self._hosts[name] = agent = HostAgent(join, identity, heard_at=time.monotonic())
+        self._hosts[name] = agent = HostAgent(join, identity, heard_at=self._clock())
         self._go_on(agent)
 
     def _go_on(self, agent: HostAgent) -> None:
@@ -275,7 +280,7 @@ class Agents:
         agent.has_left, agent.closed_since = False, None
         if self._begin is None:
             return
-        if not agent.join.digest and not self._begin.launch:
+        if not agent.join.digest and self._built is None:
             self._send(agent, End())  # it has nothing that could be taken over
         elif agent.join.digest or agent.built is not None:
             self._ask(agent, self._begin)
@@ -287,7 +292,7 @@ class Agents:
 
     def _ask(self, agent: HostAgent, begin: Begin) -> None:
         """Which workers it has; what it is to be cleared of, its answer decides anew."""
-        agent.is_clearing, agent.asked_at = False, time.monotonic()
+        agent.is_clearing, agent.asked_at = False, self._clock()
         self._send(agent, HandOver(question=agent.questions.ask(), whereabouts=begin.whereabouts))
 
     def _take_in(self, name: str, agent: HostAgent, message: FromAgent) -> None:
@@ -386,17 +391,10 @@ class Agents:
 
     def _await(self, is_done: Callable[[], bool], within_s: float, late: Callable[[], str]) -> None:
         """Wait until something is there, or somebody says that it cannot be."""
-        deadline = time.monotonic() + within_s
+        deadline = self._clock() + within_s
         while not is_done():
             self._wait(0.05)
             if trouble := self._trouble or self.watch():
                 raise RunError("; ".join(trouble))
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 raise DeadlineError(late())
-
-    def _look(self) -> None:
-        """Whether another scheduler leads the run."""
-        if time.monotonic() - self._looked < _LOOK_S:
-            return
-        self._looked = time.monotonic()
-        Rendezvous.check_leads(self._folder, self.number)

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import zmq
 from dataflow.agent import relay
 from dataflow.agent.forkserver import Main
 from dataflow.agent.forkserver_client import Event, ForkserverClient, TakenOverForkserver
+from dataflow.agent.messages import Begin, Built
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
 from dataflow.folder.whereabouts import Whereabouts
@@ -291,9 +292,9 @@ class HostsControlServer(ControlServer):
         self._holds()
         super().check()
 
-    def take_over(self, hosts: Collection[str], within_s: float) -> bool:
+    def take_over(self, begin: Begin, ours: Built | None, hosts: Collection[str], within_s: float) -> bool:
         """As `Agents.take_over`."""
-        came = self._agents.take_over(asdict(self.whereabouts), hosts, within_s)
+        came = self._agents.take_over(begin, ours, hosts, within_s)
         self.alone_s = self._agents.alone_s
         return came
 

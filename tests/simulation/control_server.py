@@ -6,16 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Received
 from dataflow.scheduler.requests import Reply, Scale, SwapNode
 from dataflow.worker import swap_trial
-from dataflow.worker.messages import TO_WORKER, FromWorker, Heard, ToWorker
+from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, FromWorker, Heard, ToWorker
 
 from .clock import Clock
 from .exchange import Exchange
-from .forks import Agents, Event, Forks
+from .forks import Event, Forks
 from .guests import Swappers
+from .hosts import Hosts
 from .laws import Broken
 from .network import SCHEDULER, Machines
 from .process import Crash, Process
@@ -35,8 +37,8 @@ class Room:
 
     clock: Clock
     folder: Path
-    exchange: Exchange
-    forks: Forks | Agents
+    exchange: Exchange | Hosts
+    forks: Forks | Hosts
     step: Callable[[], None]
     """Lets the next event happen; while the scheduler waits, the world goes on."""
     point: Callable[[], None]
@@ -55,12 +57,12 @@ class Room:
 
     def is_fenced(self, process: Process) -> bool:
         """Whether the scheduler has started another attempt of its worker, so that it can commit nothing."""
-        return isinstance(self.forks, Agents) and process.attempt < self.forks.attempts.get(process.name, 0)
+        return isinstance(self.forks, Hosts) and process.attempt < self.forks.attempts.get(process.name, 0)
 
     def waits(self, process: Process) -> bool:
         """Whether a process stands still until the ledger's service can be reached, as some do; without a scheduler,
         with which the service ends, all do."""
-        if isinstance(self.forks, Agents) and not self.forks.is_led:
+        if isinstance(self.forks, Hosts) and not self.forks.is_led:
             process.stopped_until = self.clock.now + _LOOK_S
         apart_s = self.machines.apart(process.host, SCHEDULER)
         if apart_s and process.is_patient:
@@ -95,10 +97,15 @@ class SimulatedControlServer:
         self._events: deque[Event] = deque()
         self._outgoing: deque[Callable[[], None]] = deque()
         """What the scheduler decided; it happens when it waits next."""
-        room.exchange.open(self._received.append)
-        room.forks.note = self._events.append
+        self._open()
         for request in room.asked:
             self.ask(request)
+
+    def _open(self) -> None:
+        exchange, forks = self._room.exchange, self._room.forks
+        assert isinstance(exchange, Exchange) and isinstance(forks, Forks), "those of this machine"
+        exchange.open(self._received.append)
+        forks.note = self._events.append
 
     def ask(self, request: Scale | SwapNode) -> None:
         """Somebody makes a request."""
@@ -120,11 +127,13 @@ class SimulatedControlServer:
         while self._outgoing:
             self._room.point()
             self._outgoing.popleft()()
+        self._pass()
         clock = self._room.clock
         deadline = clock.now + wait_s
         clock.after(wait_s, lambda: None)
         while not (self._received or self._requested or self._events) and clock.now < deadline:
             self._room.step()
+            self._hear()
         received, requested, events = list(self._received), list(self._requested), list(self._events)
         for queue in (self._received, self._requested, self._events):
             queue.clear()
@@ -146,7 +155,7 @@ class SimulatedControlServer:
         def send() -> None:
             sent = TO_WORKER.decode(packed)
             self._room.told(sent)
-            self._room.exchange.say(to, host, sent)
+            self._say(to, host, packed)
 
         self._outgoing.append(send)
 
@@ -170,7 +179,7 @@ class SimulatedControlServer:
         if name.startswith(f"{swap_trial.NAME}-"):
             self._outgoing.append(lambda: self._swappers.try_(name, settings))
         else:
-            self._outgoing.append(lambda: self._room.forks.spawn(name, settings))
+            self._outgoing.append(lambda: self._fork(name, settings))
 
     @property
     def _swappers(self) -> Swappers:
@@ -186,18 +195,6 @@ class SimulatedControlServer:
         host = self._room.host_of(name)
         self._outgoing.append(lambda: self._room.kill(name, host))
 
-    def clear(self, host: str) -> None:
-        """End all that a host has."""
-        forks = self._room.forks
-        assert isinstance(forks, Agents)
-        self._outgoing.append(lambda: forks.clear(host))
-
-    def seek(self, host: str) -> None:
-        """Have the agent of a host that was given up say what it has."""
-        forks = self._room.forks
-        assert isinstance(forks, Agents)
-        forks.seek(host)
-
     def check(self) -> None:
         """No scheduler is replaced that lives."""
 
@@ -211,6 +208,64 @@ class SimulatedControlServer:
     def _stay(self) -> None:
         self._room.forks.stays = self._keeps
 
+    def _say(self, to: str, host: str, packed: bytes) -> None:
+        exchange = self._room.exchange
+        assert isinstance(exchange, Exchange)
+        exchange.say(to, host, TO_WORKER.decode(packed))
+
+    def _fork(self, name: str, settings: Mapping[str, Any]) -> None:
+        forks = self._room.forks
+        assert isinstance(forks, Forks)
+        forks.spawn(name, settings)
+
+    def _pass(self) -> None:
+        """What was said to agents leaves."""
+
+    def _hear(self) -> None:
+        """What has come from agents is taken in."""
+
     def _answered(self) -> None:
         if self._room.asked:
             self._room.asked.pop(0)
+
+
+class SimulatedHostsControlServer(SimulatedControlServer):
+    """Over the product's `Agents`."""
+
+    def __init__(self, room: Room, agents: Agents, alone_s: float = 0.0, *, keeps: bool = False) -> None:
+        self._agents = agents
+        super().__init__(room, (), alone_s, keeps=keeps)
+
+    def kill(self, name: str, number: int) -> None:
+        """Send a signal to a worker."""
+        self._outgoing.append(lambda: self._agents.kill(name, number))
+
+    def clear(self, host: str) -> None:
+        """As `Agents.clear`."""
+        self._outgoing.append(lambda: self._agents.clear(host))
+
+    def seek(self, host: str) -> None:
+        """As `Agents.seek`."""
+        self._agents.seek(host)
+
+    def _open(self) -> None:
+        """Its agents speak to it already."""
+
+    def _say(self, to: str, host: str, packed: bytes) -> None:
+        self._agents.messages.say(to, host, packed)
+
+    def _fork(self, name: str, settings: Mapping[str, Any]) -> None:
+        forks = self._room.forks
+        assert isinstance(forks, Hosts)
+        forks.attempts[name] = settings["attempt"]
+        self._agents.spawn(name, settings, heavy=False)
+
+    def _pass(self) -> None:
+        self._agents.live()
+        self._agents.flush()
+        self._hear()
+
+    def _hear(self) -> None:
+        self._events.extend(self._agents.events())
+        for host, name, encoded in self._agents.messages.heard():
+            self._received.append(Received(name, TO_SCHEDULER.decode(encoded), host))

@@ -7,7 +7,7 @@ from functools import partial
 from random import Random
 
 from .clock import Clock
-from .forks import Agents
+from .hosts import Hosts
 from .network import SCHEDULER, SimulatedNetwork
 from .process import Process
 
@@ -133,7 +133,7 @@ class HostTrouble:
 
     def __init__(
         self, clock: Clock, random: Random, network: Callable[[], SimulatedNetwork],
-        agents: Callable[[], Agents | None],
+        agents: Callable[[], Hosts | None],
         everybody: Callable[[], Sequence[Process]], say: Callable[[str, str], None], *, over_s: float,
     ) -> None:  # fmt: skip
         """agents: those of the moment; None: nothing happens yet."""
@@ -155,6 +155,14 @@ class HostTrouble:
             others = [name for name in (SCHEDULER, *agents.names) if name != process.host]
             self._cut(process.host, others, for_s, hears=True, speaks=True)
             process.is_patient = True
+
+    def mend_soon(self, host: str) -> None:
+        """What was cut of a host is mended, in the midst of the restart of a worker that it had."""
+        self._clock.after(self._random.random(), partial(self._mend, host))
+
+    def _mend(self, host: str) -> None:
+        self._say("host " + host, "is not cut off any more")
+        self._network().machines.mend(host)
 
     def _strike(self) -> None:
         random, agents = self._random, self._agents()

@@ -58,6 +58,10 @@ class Machines:
         """Nothing passes from one to the other until then."""
         self._cut[from_, to] = max(until, self._cut.get((from_, to), 0.0))
 
+    def mend(self, host: str) -> None:
+        """Whatever was cut of a host's links passes again."""
+        self._cut = {link: until for link, until in self._cut.items() if host not in link}
+
     def slow(self, host: str, times: float) -> None:
         """Whatever this host says or hears takes so many times as long."""
         self._slow[host] = times
@@ -112,7 +116,7 @@ class Pipe:
     def _arrive(self) -> None:
         wait_s = self._network.machines.opens(self._from, self._to) - self._network.clock.now
         if wait_s > 0:  # and until it is tried again, which other connections do sooner or later
-            self._network.clock.after(wait_s + RETRY_S * self._network.random.random(), self._arrive)
+            self._network.clock.after(min(wait_s, RETRY_S) + RETRY_S * self._network.random.random(), self._arrive)
         elif self._under_way:
             self._deliver(self._under_way.popleft())
 

@@ -10,12 +10,13 @@ from dataflow.folder import finished
 from dataflow.folder.ledger import Ledger
 from dataflow.history import resume
 from dataflow.records import GROUP_ID
-from dataflow.scheduler import control
+from dataflow.scheduler import agents, control
 from dataflow.scheduler.swaps import policy
 from dataflow.worker import host, ports
 from operators.sources import prompt_runtime
 
 from .actors import TRAINED, SimulatedScorer
+from .hosts import SimulatedAgentsSocket
 from .worker import Touching
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def product(world: World) -> Iterator[None]:
 
     with _replaced(
         (ports, "SocketNetwork", network),
+        (agents, "AgentsSocket", lambda listen, keys, number: SimulatedAgentsSocket(world.hosts, number)),
         (control, "ControlServer", lambda *_, **__: world.server), (finished.Finished, "append", appended),
         (resume, "_ledger", lambda folder, _: opened(folder.ledger)),
         (prompt_runtime, "ROWS_AT_ONCE", world.at_once),

@@ -12,7 +12,9 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.snapshot import SnapshotFile
 from dataflow.rules.admission import Admission
 from dataflow.scheduler import addresses, failover, host_policy, recovery, scaling
+from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.events import HostJoined, KeptProcess, Send
+from dataflow.scheduler.host_messages import HostMessages
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scheduler.swaps.state import Swaps
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
@@ -295,6 +297,23 @@ def what_a_lost_host_tells_counts(patch: Patch) -> None:
     patch.setattr(host_policy, "counts", lambda *_: True)
 
 
+def a_worker_is_spoken_to_where_an_agent_has_last_said_that_it_is(patch: Patch) -> None:
+    where: dict[str, str] = {}
+
+    def handed_over(self: Agents, name: str, agent: Any) -> None:
+        where.update(dict.fromkeys(agent.handed, name))
+        take(self, name, agent)
+
+    def spawn(self: Agents, name: str, settings: Any, heavy: bool, keeps: bool = False) -> None:
+        where[name] = settings["host"]
+        fork(self, name, settings, heavy, keeps)
+
+    take, fork, say = Agents._handed_over, Agents.spawn, HostMessages.say
+    patch.setattr(Agents, "_handed_over", handed_over)
+    patch.setattr(Agents, "spawn", spawn)
+    patch.setattr(HostMessages, "say", lambda self, name, host, message: say(self, name, where[name], message))
+
+
 def the_next_scheduler_does_not_meet_what_hosts_have(patch: Patch) -> None:
     patch.setattr(failover, "meet", lambda *_: [])
 
@@ -353,6 +372,7 @@ WITHOUT: list[Case] = [
     (silent_hosts_are_not_missed, OVER_HOSTS, range(100), "not over"),
     (nobody_hears_where_a_worker_is_that_moved, OVER_HOSTS, range(100), "not over"),
     (what_a_lost_host_tells_counts, OVER_HOSTS, range(400), "."),
+    (a_worker_is_spoken_to_where_an_agent_has_last_said_that_it_is, OVER_HOSTS, range(200), "not over"),
     (the_next_scheduler_does_not_meet_what_hosts_have, OVER_HOSTS + SUCCESSOR, range(50), "not over"),
     (what_was_swapped_in_is_not_put_down, SWAPPED, range(50), "not on record"),
     (a_successor_knows_of_no_swap, SWAPPED + SUCCESSOR, range(100), "was told to have"),

@@ -181,6 +181,7 @@ class SimulatedWorker:
         nodes = world.plan.workers[settings.worker]
         ports = self.ports = Ports(world.graph, world.plan, nodes, settings)
         site = world.site.of(process)
+        yield from self._loads()
 
         def writer_of(trainer: str, refresh: Any) -> Any:
             def opened(tensors: Mapping[str, Any]) -> WeightWriter:
@@ -207,6 +208,7 @@ class SimulatedWorker:
         yield True
         while (wire := self._take(Wire)) is None:
             yield False
+        yield from self._loads()
         host.build()
         host.wire(ports.inlets, ports.open_outlets(host, wire.addresses))
         if any(swap.reference == UNBUILT for swap in settings.swaps):
@@ -231,6 +233,15 @@ class SimulatedWorker:
             moved = host.turn()
             worker.part()
             yield moved
+
+    def _loads(self) -> Iterator[bool]:
+        """What takes a while when it starts; over hosts, where links may come back meanwhile."""
+        world = self.world
+        if world.shape.hosts and self.process.attempt:
+            until = world.clock.now + world.random.choice((0.0, 0.5, 3.0)) * world.random.random()
+            world.clock.after(until - world.clock.now, self.process.wake)
+            while world.clock.now < until:
+                yield False
 
     def _facts(self) -> dict[str, Any]:
         host, ports = self.host, self.ports

@@ -19,18 +19,21 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import recorded
 from dataflow.history import resume
 from dataflow.limits import Patience
+from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.requests import Scale
 from dataflow.scheduler.table import Life, Membership
+from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import NodeCommand, ToWorker
 from operators.sources import prompt_runtime
 
 from .clock import Clock
-from .control_server import Room, SimulatedControlServer
+from .control_server import Room, SimulatedControlServer, SimulatedHostsControlServer
 from .exchange import Exchange
-from .forks import Agents, Forks
+from .forks import Forks
 from .guests import Guests, Swappers
+from .hosts import BEGIN, BUILT, Hosts
 from .laws import check
 from .nemesis import Blackouts, HostTrouble, Nemesis, SchedulerDeaths, Trouble
 from .network import SimulatedNetwork, Weather
@@ -44,7 +47,9 @@ from .worker import SimulatedWorker
 
 LONGEST_S = 120.0
 """Virtual seconds within which a run must be over."""
-MOST_EVENTS = 200_000
+MOST_EVENTS = 400_000
+HANG_S = 4.0
+KEYS = RunKeys.make()
 
 
 class World:
@@ -96,16 +101,20 @@ class World:
         self.workers: dict[str, SimulatedWorker] = {}
         self.scheduler: Scheduler | None = None
         self.begun = self._dark = False
+        self._schedulers = -1
+        """Of this part, before the one that leads it."""
         self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
         """Of the scheduler: it takes no turns by itself, but may die."""
         self.chair.alive = True
-        hosts = {host.name: host for host in machines(self.shape.hosts)}
-        forks = (
-            Agents(self.clock, self.random, self.network, hosts, self._fork, self._end) if hosts
-            else Forks(self.clock, self.random, self._fork)
-        )  # fmt: skip
+        hosts = machines(self.shape.hosts)
+        exchange: Exchange | Hosts = Exchange(self.network)
+        forks: Forks | Hosts = Forks(self.clock, self.random, self._fork)
+        if hosts:
+            exchange = forks = Hosts(
+                self.clock, self.random, self.network, hosts, self._fork, self._end, self._step
+            )  # fmt: skip
         self.room = Room(
-            clock=self.clock, folder=self.folder.path, exchange=Exchange(self.network), forks=forks, step=self._step,
+            clock=self.clock, folder=self.folder.path, exchange=exchange, forks=forks, step=self._step,
             point=lambda: self.chair.point(), kill=self._kill, told=self._told, host_of=self._host_of,
             machines=self.network.machines, swappers=lambda: self._swappers,
         )  # fmt: skip
@@ -162,7 +171,7 @@ class World:
             Blackouts(clock, random, self._everybody, self._go_dark, self.say, over_s=2.0)
         if shape.hosts:
             self._host_trouble = HostTrouble(
-                clock, random, lambda: self.network, lambda: self._agents,
+                clock, random, lambda: self.network, lambda: self._agents if self.scheduler else None,
                 self._everybody, self.say, over_s=self._over_s,
             )  # fmt: skip
         if shape.succeeds:
@@ -210,8 +219,8 @@ class World:
         settings = Settings(
             folder=str(self.folder.path), seed=self.seed, steps=shape.steps, swaps=recorded(self.ledger.facts())
         )  # fmt: skip
-        limits = Limits(hang_s=4.0, host_s=60.0, patience=Patience(of_one=50))
-        self.server = SimulatedControlServer(self.room, keeps=shape.succeeds)
+        limits = Limits(hang_s=HANG_S, host_s=60.0, patience=Patience(of_one=50))
+        self.server = self._served()
         self.scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
         if begun is not None:
             self.scheduler.table.run.go_on(begun.steps, begun.rounds)
@@ -266,8 +275,25 @@ class World:
             self._event()
         self.chair = Process("scheduler", self.clock, self.random, pace_s=0.0)
         self.chair.alive = True
-        self.server = SimulatedControlServer(self.room, self.room.forks.hand_over(), self.clock.now - since, keeps=True)
+        self.server = self._served(self.clock.now - since)
         return snapshot.read(self.folder.path)
+
+    def _served(self, alone_s: float | None = None) -> SimulatedControlServer:
+        """The control server of a scheduler. alone_s: how long there was none, before one that takes the workers over;
+        None: it is the first."""
+        room, keeps = self.room, self.shape.succeeds
+        if isinstance(room.forks, Forks):
+            handed = [] if alone_s is None else room.forks.hand_over()
+            return SimulatedControlServer(room, handed, alone_s or 0.0, keeps=keeps)
+        self._schedulers += 1
+        names = room.forks.names
+        agents = Agents("", KEYS, self.folder.path, self._schedulers, hang_s=HANG_S, clock=self.clock)
+        if alone_s is None:
+            agents.assemble(len(names), LONGEST_S)
+            agents.build(BEGIN, BUILT, LONGEST_S)
+        else:
+            agents.take_over(BEGIN, BUILT, names, 1.0)
+        return SimulatedHostsControlServer(room, agents, alone_s or 0.0, keeps=keeps)
 
     def _take_up(self) -> resume.Begun:
         """What `dataflow.run.run` does before it starts a run again."""
@@ -342,16 +368,17 @@ class World:
         if self._swappers is not None:
             self._swappers.start(name, settings)
         key = f"{name}@{host}" if host else name
+        known = [each.process.host for each in self.workers.values() if each.name == name]
+        before = [each for each in known if each != host]
+        if before and self.random.random() < 0.7:
+            self._host_trouble.mend_soon(self.random.choice(before))
         if key not in self.workers:
             self.workers[key] = SimulatedWorker(self, name)
         self.workers[key].start(settings)
 
     def _kill(self, name: str, host: str) -> None:
         self.say(name, "is killed by the scheduler")
-        if self._agents is not None:
-            self._agents.kill(name, host)
-        else:
-            self._end(name, host)
+        self._end(name, host)
 
     def _end(self, name: str, host: str) -> None:
         key = f"{name}@{host}" if host else name
@@ -364,8 +391,14 @@ class World:
             self._host_trouble.cut_off(process)
 
     @property
-    def _agents(self) -> Agents | None:
-        return self.room.forks if isinstance(self.room.forks, Agents) else None
+    def hosts(self) -> Hosts:
+        """Those of a world that has some."""
+        assert isinstance(self.room.forks, Hosts)
+        return self.room.forks
+
+    @property
+    def _agents(self) -> Hosts | None:
+        return self.room.forks if isinstance(self.room.forks, Hosts) else None
 
     def _host_of(self, name: str) -> str:
         assert self.scheduler is not None

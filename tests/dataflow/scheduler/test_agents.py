@@ -214,7 +214,7 @@ def test_an_agent_that_was_started_anew_takes_the_place_of_one_that_is_silent(
 
 def test_an_agent_that_has_built_nothing_is_not_taken_over(agents: Agents) -> None:
     agent = PlayedAgent(agents, "h1")
-    assert not agents.take_over({}, ["h1"], 0.5)
+    assert not agents.take_over(BEGIN, None, ["h1"], 0.5)
     until(agents, lambda: agent.heard(End))
     agent.line.close()
 
