@@ -17,7 +17,7 @@ class Patience:
     """Before any restart."""
     quiet_s: float = 30.0
     """A worker that has worked for so long since its last restart, or until the run made progress, begins again at
-    `first_s`."""
+    `first_s`. A host that has been back for so long gets the workers that the plan has there."""
     of_one: int = 5
     """Failures of one worker, with no progress of the run in between, that end the run."""
     of_one_s: float = 3600.0

@@ -52,6 +52,8 @@ LEAVE_S = 5.0
 ALIVE_S = 0.5
 """Between two signs of life."""
 _TURN_MS, _PROMPT_MS = 50, 10
+_REACH_S, _AGAIN_S = 8.0, 1.0
+"""For another host to be reached, longer than the scheduler takes one to be there that has died; between two tries."""
 
 
 @dataclass
@@ -98,6 +100,10 @@ class Agent:
         self._leaves_at = float("inf")
         self._heard = self._spoke = self._sought = self._clock()
         self._has_scheduler = False
+        self._unreached_since: float | None = None
+        """Since when it does not reach some host that the scheduler takes to be there."""
+        self._joins_at: float | None = None
+        """When it asks to join again, as it did not."""
         self._alone_s = 0.0
         """How long nobody was heard, the last time."""
 
@@ -174,8 +180,7 @@ class Agent:
             case Pace():
                 self._relay.beat_s = message.beat_s
             case Begin():
-                if self._forkserver is None:
-                    check_reach(self._host.name, message.reach_addresses)
+                if self._forkserver is None and self._reaches(message):
                     if self._files is not None:
                         run_disk.take_up(self._host.name, Path(self._told.folder), message.part)
                     self._show_workers(message.whereabouts)
@@ -193,6 +198,19 @@ class Agent:
                 self._pass_on(message)
             case Alive():
                 pass
+
+    def _reaches(self, begin: Begin) -> bool:
+        """Whether all others are reached; one that has just died the scheduler leaves out when it is asked again."""
+        try:
+            check_reach(self._host.name, begin.reach_addresses)
+            return True
+        except RunError:
+            now = self._clock()
+            self._unreached_since = self._unreached_since or now
+            if now - self._unreached_since > _REACH_S:
+                raise
+            self._joins_at = now + _AGAIN_S
+            return False
 
     def _pass_on(self, message: Spawn | SendSignal | Pause) -> None:
         """To the forkserver."""
@@ -248,6 +266,9 @@ class Agent:
         if self._is_paused:
             self._heard = now
         silent_s = now - self._heard
+        if self._joins_at is not None and now > self._joins_at:
+            self._joins_at = None
+            self._join()
         if now - max(self._heard, self._sought) > SEEK_S:
             self._sought = now
             found = Rendezvous.read(Path(self._told.folder))

@@ -285,7 +285,7 @@ class Agents:
         elif agent.join.digest or agent.built is not None:
             self._ask(agent, self._begin)
         else:
-            self._send(agent, with_addresses(self._begin, self._hosts))
+            self._send(agent, with_addresses(self._begin, self._hosts, self._clock()))
         self._send(agent, Pace(self.messages.beat_s))
         if self._stay is not None:
             self._send(agent, self._stay)

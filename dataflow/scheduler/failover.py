@@ -7,10 +7,9 @@ died, or died meanwhile, has fallen, and is started again like any other.
 import signal
 from collections.abc import Mapping, Sequence
 
-from dataflow.scheduler import lifecycle, scaling
+from dataflow.scheduler import lifecycle, recovery, scaling
 from dataflow.scheduler.events import Command, FaultNoticed, KeptProcess, Outlive, Send, Signal
 from dataflow.scheduler.swaps import knob_policy
-from dataflow.scheduler.swaps import policy as swapping
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker.messages import Start
 
@@ -88,6 +87,6 @@ def _adopt(table: Table, record: WorkerRecord, process: KeptProcess | None, now:
         record.life = Life.GONE
         return []
     if record.restart_at is not None:
-        is_swapped = record.cause == swapping.CAUSE
-        return [] if is_swapped else [FaultNoticed(record.name, record.cause, record.attempt, now)]
+        is_fault = recovery.has_failed(record)
+        return [FaultNoticed(record.name, record.cause, record.attempt, now)] if is_fault else []
     return lifecycle.fell(table, record, "was never started" if process is None else lifecycle.how(process.status), now)

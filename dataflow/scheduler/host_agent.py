@@ -123,11 +123,10 @@ class HostAgent:
         }  # fmt: skip
 
 
-def with_addresses(begin: Begin, hosts: Mapping[str, HostAgent]) -> Begin:
-    """What a host is to build, and whom it has to reach."""
-    return replace(
-        begin, reach_addresses={name: each.join.reach_address for name, each in hosts.items() if not each.has_left}
-    )
+def with_addresses(begin: Begin, hosts: Mapping[str, HostAgent], now: float = 0.0) -> Begin:
+    """What a host is to build, and whom it has to reach. now: where some may have died since they came."""
+    there = {name: each for name, each in hosts.items() if (each.lives(now) if now else not each.has_left)}
+    return replace(begin, reach_addresses={name: each.join.reach_address for name, each in there.items()})
 
 
 def host_of(spawn: Spawn) -> str:

@@ -3,14 +3,15 @@
 A host is lost when its agent has ended, or was not heard for `Limits.hang_s`. All of its workers have fallen then,
 whatever they still do: no word of their attempts counts any more. They are started again where there is room
 (`seating`), or on a host that joins. A worker elsewhere that has ranks there is ended, and started again likewise. A
-lost host that is back, as after a cut of the network, ends what it still has before anything is started there.
+lost host that is back, as after a cut of the network, ends what it still has before anything is started there; once it
+has been back for a while, those go back whom the plan has there.
 """
 
 from collections.abc import Mapping
 
 from dataflow.errors import RunError
 from dataflow.limits import no_host_for_too_long
-from dataflow.scheduler import failover, lifecycle, recovery, seating
+from dataflow.scheduler import failover, lifecycle, recovery, scaling, seating
 from dataflow.scheduler.events import Clear, Command, EndRun, HostJoined, KeptProcess, NotifyUser
 from dataflow.scheduler.table import HostRecord, Life, Table, WorkerRecord
 
@@ -72,7 +73,23 @@ def watch(table: Table, now: float, *, was_stopped: bool) -> list[Command]:
             host.heard_at = now
         if host.is_alive and now - host.heard_at > table.limits.hang_s:
             commands += lost(table, host.name, f"was not heard for {now - host.heard_at:.0f} s", now)
-    return commands + _wait_for_room(table, now)
+    return commands + _wait_for_room(table, now) + _go_back(table, now)
+
+
+def _go_back(table: Table, now: float) -> list[Command]:
+    """End whoever was moved, once the host that the plan gave it has been back for a while, and nobody is away."""
+    quiet_s = max(table.limits.hang_s, table.limits.patience.quiet_s)
+    settled = {host.name for host in table.hosts.values() if now - host.back_at > quiet_s}
+    if not table.begun or table.is_ending or table.joining is not None or scaling.anybody_away(table):
+        return []
+    moved = [record for record in table if record.life is Life.READY and seating.may_go_home(table, record, settled)]
+    if not moved:
+        return []
+    names = ", ".join(f"{record.name} to '{table.plan.host(record.worker, record.replica)}'" for record in moved)
+    commands: list[Command] = [NotifyUser(f"hosts are back for {quiet_s:.0f} s: {names} as planned")]
+    for record in moved:
+        commands += lifecycle.kill(table, record, f"{recovery.ENDED} go back to the host that was planned", now)
+    return commands
 
 
 def _of(table: Table, host: str) -> list[WorkerRecord]:
@@ -96,7 +113,7 @@ def _enter(table: Table, event: HostJoined, now: float) -> list[Command]:
     if known is None:
         table.hosts[host.name] = HostRecord(facts=host, heard_at=now)
         return [NotifyUser(f"host '{host.name}' has joined with {seating.size(host)}")]
-    known.is_alive, known.heard_at, known.cause = True, now, ""
+    known.is_alive, known.heard_at, known.back_at, known.cause = True, now, now, ""
     return [NotifyUser(f"host '{host.name}' is back")]
 
 

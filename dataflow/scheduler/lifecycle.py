@@ -32,13 +32,13 @@ def fell(table: Table, record: WorkerRecord, cause: str, now: float, *, with_hos
     """A worker has ended that should not have: it is started again later, if there is hope; one that fell with its host
     has not failed itself, and one that was ended for a swap has not failed at all."""
     noticed: list[Command] = [FaultNoticed(record.name, cause, record.attempt, record.heard_at, record.begun)]
-    if is_swapped := record.cause == swapping.CAUSE:
-        noticed, cause = [], swapping.CAUSE
+    if is_planned := not recovery.has_failed(record):
+        noticed, cause = [], record.cause
     record.fall(cause)
     if table.is_ending:
         return [*noticed, *give_up(table, record)]
     commands = [*noticed, *scaling.fell(table, record)]
-    if with_host or is_swapped:
+    if with_host or is_planned:
         recovery.moves(record, now)
     else:
         recovery.died(table, record, cause, now)

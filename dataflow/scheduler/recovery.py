@@ -11,10 +11,17 @@ from collections.abc import Iterable
 from dataflow.scheduler import seating
 from dataflow.scheduler.table import Failure, HostRecord, Life, Table, WorkerRecord
 
+ENDED = "was ended to"
+"""How the cause begins of one that was ended on purpose, so that its next attempt is another, or elsewhere."""
 _END_S = 5.0
 """For a worker that failed, or was killed, to be gone; then it is killed again."""
 _LOADING = 4
 """A worker that is starting may be silent for so many times `Limits.hang_s`: imports hold up its heartbeat."""
+
+
+def has_failed(record: WorkerRecord) -> bool:
+    """Whether what ends a worker, or ended it, is a fault."""
+    return not record.cause.startswith(ENDED)
 
 
 def died(table: Table, record: WorkerRecord, cause: str, now: float) -> None:

@@ -9,18 +9,20 @@ from typing import TypeAlias
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.rehost import most_replicas, rehost, rehost_ranks
 from dataflow.planning.rooms import rooms_of
-from dataflow.scheduler.table import Membership, Table, WorkerRecord
+from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 
 Place: TypeAlias = tuple[str, tuple[int, ...]]
 """A host, and numbers of accelerators over all hosts."""
 
 
 def seat(table: Table, records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
-    """Those of some workers that have a place for their next attempt: where they were while that host lives, else where
-    they are put now. The others have to wait."""
+    """Those of some workers that have a place for their next attempt: where the plan has them, or where they were,
+    while that host lives, else where they are put now. The others have to wait."""
     seated: list[WorkerRecord] = []
     full: set[str] = set()
     for record in records:
+        if may_go_home(table, record, _open(table)) and not _mates_stay(table, record):
+            record.host, record.gpus, record.rank_hosts = _home(table, record)
         hosts = table.hosts_of(record)
         if all(host.is_alive for host in hosts):
             seated += [record] if all(host.is_met for host in hosts) else []
@@ -74,6 +76,36 @@ def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> boo
         record.rank_hosts, record.gpus = spread
         record.host = record.rank_hosts[0]
     return True
+
+
+def _home(table: Table, record: WorkerRecord) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
+    """Where the plan has it: host, accelerators, hosts of its ranks."""
+    placement = table.plan.placements[record.nodes[0]]
+    return placement.host(record.replica), placement.gpus_of(record.replica), placement.rank_hosts
+
+
+def may_go_home(table: Table, record: WorkerRecord, hosts: set[str]) -> bool:
+    """Whether a worker is elsewhere than the plan has it, and may be there again: those hosts are among these, and what
+    it needs there is free, but for those that it takes turns with, which go as well."""
+    if not table.hosts or is_bound(table, record):
+        return False
+    planned = table.plan.placements[record.nodes[0]]
+    if record.replica >= planned.replicas:
+        return False
+    host, gpus, rank_hosts = home = _home(table, record)
+    if home == (record.host, record.gpus, record.rank_hosts) or not {host, *rank_hosts} <= hosts & _open(table):
+        return False
+    group = table.plan.turns_of(record.worker)
+    others = [each for each in _seated(table) if each is not record and each.worker not in group]
+    ports = [table.plan.placements[each.nodes[0]].port for each in others if each.host == host]
+    taken = {gpu for each in others for gpu in each.gpus}
+    return not taken.intersection(gpus) and (not planned.port or planned.port not in ports)
+
+
+def _mates_stay(table: Table, record: WorkerRecord) -> bool:
+    """Whether some of those that it takes turns with are elsewhere than planned, and go on there."""
+    mates = [each for each in table if each.worker in table.plan.turns_of(record.worker) and each is not record]
+    return any(each.life not in (Life.DOWN, Life.DYING) and each.host != _home(table, each)[0] for each in mates)
 
 
 def is_bound(table: Table, record: WorkerRecord) -> bool:

@@ -221,6 +221,8 @@ class HostRecord:
     """When its agent last said anything."""
     cause: str = ""
     """What became of it when it was lost: what comes after its name in a sentence."""
+    back_at: float = float("-inf")
+    """When it came back after it was lost."""
     losses: list[float] = field(default_factory=list)
     """When it was lost, those times that may count, oldest first."""
     is_met: bool = True

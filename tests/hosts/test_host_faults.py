@@ -1,6 +1,8 @@
 """Hosts that die, and links that are cut: what falls is noticed, started elsewhere, and nothing is trained twice."""
 
+import contextlib
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,3 +124,57 @@ def test_a_scheduler_whose_host_dies_is_followed_by_one_on_another_host(cluster:
     assert [fault["worker"] for fault in cluster.faults()] == ["scheduler"]
     assert not re.search(r"\d+:\d\d:\d\d elapsed", cluster.said())  # hours: the clocks of hosts are days apart
     a.boot()
+
+
+def test_a_host_joins_a_run_of_which_another_has_just_died(cluster: Cluster, policy: Path) -> None:
+    _, b, c = cluster.hosts
+    start(cluster, policy, steps=100_000)
+    cluster.agents.pop("c").kill()
+    wait_until(lambda: "host 'c' has" in cluster.said(), 30.0, "the loss of the agent")
+    b.cut()
+    b.kill()
+    cluster.agents.pop("b")
+    try:
+        joins = cluster.join(c)
+        wait_until(
+            lambda: "host 'c' is back" in cluster.said() or joins.poll() is not None, 90.0, "the host that joins"
+        )
+        assert joins.poll() is None, cluster.said_by_agent(c)
+        wait_until(lambda: "host 'b' was not heard" in cluster.said(), HANG_S + 10.0, "the loss of the host")
+        cluster.wait_for_step(cluster.steps() + 3)
+        stop(cluster)
+    finally:
+        print(cluster.said()[-3000:], cluster.said_by_agent(c)[-2000:])
+        b.boot()
+
+
+def test_when_the_schedulers_own_link_was_cut_all_go_back_to_where_the_user_wants_them(
+    cluster: Cluster, policy: Path
+) -> None:
+    a, b, c = cluster.hosts
+    start(cluster, policy, steps=100_000, place={"generator": ("b", "c"), "trainer": "c", "prompts": "b"})
+    a.cut()
+    for name in "bc":
+        wait_until(lambda name=name: f"host '{name}' was not heard" in cluster.said(), 20.0, "the loss of all others")
+    a.mend()
+    for name in "bc":
+        wait_until(lambda name=name: f"host '{name}' is back" in cluster.said(), 30.0, "the others")
+    wait_until(lambda: {"prompts-0", "generator-0"} <= workers(b) and {"trainer-0", "generator-1"} <= workers(c), 90.0)
+    assert not {"trainer-0", "generator-0", "generator-1"} & workers(a)
+    cluster.wait_for_step(cluster.steps() + 3)
+    stop(cluster)
+
+
+def workers(host: Host) -> set[str]:
+    """Of a run that are there, by the logs that they write."""
+    found = set()
+    for pid in host.processes():
+        with contextlib.suppress(OSError):
+            found.add(Path(f"/proc/{pid}/fd/2").readlink().stem)
+    return found
+
+
+def stop(cluster: Cluster) -> None:
+    """The run ends as its user wants, and has done nothing twice."""
+    cluster.hosts[0].run([sys.executable, "-m", "dataflow", "stop", str(cluster.run_folder)])
+    clean(cluster)

@@ -14,8 +14,7 @@ from dataflow.worker import swap_trial
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, FromWorker, Heard, ToWorker
 
 from .clock import Clock
-from .exchange import Exchange
-from .forks import Event, Forks
+from .exchange import Event, Exchange, Forks
 from .guests import Swappers
 from .hosts import Hosts
 from .laws import Broken

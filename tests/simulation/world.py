@@ -30,8 +30,7 @@ from operators.sources import prompt_runtime
 
 from .clock import Clock
 from .control_server import Room, SimulatedControlServer, SimulatedHostsControlServer
-from .exchange import Exchange
-from .forks import Forks
+from .exchange import Exchange, Forks
 from .guests import Guests, Swappers
 from .hosts import BEGIN, BUILT, Hosts
 from .laws import check
@@ -219,7 +218,7 @@ class World:
         settings = Settings(
             folder=str(self.folder.path), seed=self.seed, steps=shape.steps, swaps=recorded(self.ledger.facts())
         )  # fmt: skip
-        limits = Limits(hang_s=HANG_S, host_s=60.0, patience=Patience(of_one=50))
+        limits = Limits(hang_s=HANG_S, host_s=60.0, patience=Patience(of_one=50, quiet_s=1.0))
         self.server = self._served()
         self.scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
         if begun is not None:

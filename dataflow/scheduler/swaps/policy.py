@@ -11,11 +11,12 @@ from dataflow.errors import GraphError, RunError, nearest
 from dataflow.folder.swaps import Swap, latest
 from dataflow.node import Generate, Learn, Operator, Source
 from dataflow.scheduler.events import Command, NotifyUser, Signal
+from dataflow.scheduler.recovery import ENDED
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.scorer import Scorer
 from dataflow.worker.messages import Failed
 
-CAUSE = "was ended to start with another operator"
+_CAUSE = f"{ENDED} start with another operator"
 
 
 def check(table: Table, node: str) -> None:
@@ -91,7 +92,7 @@ def end(record: WorkerRecord, now: float) -> list[Command]:
     """Its worker starts again, as what it runs is another from then on."""
     if not record.has_process:
         return []
-    record.die(CAUSE, now)
+    record.die(_CAUSE, now)
     return [Signal(record.name, signal.SIGKILL)]
 
 

@@ -2,9 +2,11 @@
 
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from dataflow.agent.agent import Agent
 from dataflow.agent.digest import built, other_program, program_files, versions
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.forkserver_messages import End, Stay
-from dataflow.agent.messages import Bye, Join, Leaves
+from dataflow.agent.messages import Begin, Bye, Failed, Join, Leaves
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.agent.scheduler_socket import SchedulerSocket
 from dataflow.agent.silence import UNBEGUN_S, over
@@ -175,3 +177,44 @@ def test_an_agent_that_is_asked_to_end_says_so_and_does_where_no_scheduler_has_a
         joins.leave()
         thread.join(20)
         scheduler.close()
+
+
+@pytest.mark.parametrize("is_left_out", [True, False])
+def test_a_host_that_has_just_died_keeps_nobody_out_and_one_that_is_there_and_not_reached_does(
+    is_left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forkserver(begin: Begin, sockets: Path) -> None:
+        raise RunError("it would build the graph")
+
+    monkeypatch.setattr(sys.modules[Agent.__module__], "HostForkserver", forkserver)
+    keys = RunKeys.make()
+    scheduler = AgentsSocket("127.0.0.1", keys)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = Begin(
+            launch={}, inputs={}, whereabouts={"control": "", "commands": ""},
+            reach_addresses={"h2": f"127.0.0.1|{closed.getsockname()[1]}"},
+        )  # fmt: skip
+        joins = agent(scheduler.address, keys, tmp_path)
+        thread = threading.Thread(target=joins.run)
+        thread.start()
+        said: list[Any] = []
+
+        def has_failed() -> bool:
+            for identity, message in scheduler.received(print):
+                said.append(message)
+                if isinstance(message, Join):
+                    is_first = sum(isinstance(each, Join) for each in said) == 1
+                    left = replace(dead, reach_addresses={}) if is_left_out and not is_first else dead
+                    scheduler.send(identity, left)
+            return any(isinstance(each, Failed) for each in said)
+
+        try:
+            wait_until(has_failed, 20.0, "the end of the agent")
+        finally:
+            joins.leave()
+            thread.join(20)
+            scheduler.close()
+    expected = "it would build the graph" if is_left_out else "host 'h1' does not reach host 'h2'"
+    (failed,) = [each for each in said if isinstance(each, Failed)]
+    assert expected in failed.error and sum(isinstance(each, Join) for each in said) > 1

@@ -269,6 +269,29 @@ def test_a_host_that_comes_later_builds_too_and_is_told_once_it_has(agents: Agen
         agent.line.close()
 
 
+def test_one_that_joins_later_is_not_to_reach_a_host_that_is_silent(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(agents, "h1", "h2") as (first, _):
+        monkeypatch.setattr(sys.modules[HostAgent.__module__], "_LIVE_S", 0.5)
+        until(agents, lambda: not agents._hosts["h2"].lives(time.monotonic()))
+        first.say(Alive())
+        until(agents, lambda: agents._hosts["h1"].lives(time.monotonic()))
+        agent = PlayedAgent(agents, "h3", reach_address="127.0.0.1|3")
+        until(agents, lambda: first.say(Alive()) or agent.heard(Begin))
+        assert set(agent.heard(Begin)[0].reach_addresses) == {"h1", "h3"}
+        agent.line.close()
+
+
+def test_a_host_joins_a_run_that_was_taken_over_once_it_has_built_the_same(agents: Agents) -> None:
+    agent = PlayedAgent(agents, "h1")
+    assert not agents.take_over(BEGIN, BUILT, ["h1"], 0.5)
+    until(agents, lambda: agent.heard(Begin))
+    agent.say(BUILT)
+    assert [each["event"] for each in told_of(agents, "joined")] == ["joined"]
+    agent.line.close()
+
+
 def test_an_agent_that_asks_again_says_what_it_has_and_gets_what_was_lost_on_its_way(agents: Agents) -> None:
     with begun(agents, "h1") as (agent,):
         for name in ("a-0", "b-0"):

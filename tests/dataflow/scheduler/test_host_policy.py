@@ -21,6 +21,7 @@ from dataflow.worker.messages import Moved, Start, Wire
 
 A, B, C = (Host(name=name, cpus=4, gpus=2) for name in "abc")
 SITS = {"prompts-0": "a", "reward-0": "a", "trainer-0": "a", "generator-0": "a", "generator-1": "b", "stage-0": "b"}
+GPUS = {"generator": (0, 2), "trainer": (1,)}
 LIMITS = Limits(hang_s=10.0, host_s=60.0, patience=Patience(first_s=0.0, of_one=3))
 
 
@@ -29,6 +30,13 @@ class Run:
 
     def __init__(self, hosts: Sequence[Host] = (A, B)) -> None:
         graph, made = planned(Devices.of(hosts), gpus={"generator": 2, "trainer": 1})
+        made = dataclasses.replace(made, placements={
+            node: dataclasses.replace(
+                placement, hosts=tuple(SITS[f"{placement.worker}-{replica}"] for replica in range(placement.replicas)),
+                gpus=GPUS.get(node, ()),
+            )
+            for node, placement in made.placements.items()
+        })  # fmt: skip
         self.table, self.now = Table(graph=graph, plan=made, limits=LIMITS), 100.0
         self.own = addresses(graph, made)
         for number, record in enumerate(self.table):
@@ -297,3 +305,47 @@ def test_a_host_that_is_back_and_sees_another_folder_than_before_gets_nothing() 
         "what it saw, or give it another name"
     ]
     assert not run.table.hosts["b"].is_alive
+
+
+def moved() -> Run:
+    """A run whose host b was lost, so that its workers went to host c, and that is back."""
+    run = Run((A, B, C))
+    run.tick(12.0, "a", "c")
+    for name in ("generator-1", "stage-0"):
+        run.back(name)
+    assert told(run.take(HostJoined(B))) == "host 'b' is back"
+    assert run.tick(25.0, "a", "b", "c") == [], "it may be lost again"
+    return run
+
+
+def test_who_was_moved_goes_back_once_its_planned_host_has_been_back_for_a_while_and_has_not_failed() -> None:
+    run = moved()
+    found = run.tick(10.0, "a", "b", "c")
+    killed = [command.to for command in found if isinstance(command, events.Signal)]
+    assert killed == ["generator-1", "stage-0"]
+    assert told(found) == "hosts are back for 30 s: generator-1 to 'b', stage-0 to 'b' as planned"
+    for name in killed:
+        assert run.take(events.ProcessEvent(name, "exited", -9, host=run.table.workers[name].host)) == []
+    assert spawned(run.tick(1.0, "a", "b", "c")) == ["generator-1", "stage-0"]
+    assert [(run.table.workers[name].host, run.table.workers[name].gpus) for name in killed] == [("b", (2,)), ("b", ())]
+    assert not run.table.failures and run.table.hopeless is None
+    for name in killed:
+        run.back(name)
+    assert run.tick(60.0, "a", "b", "c") == [], "all are where the plan has them"
+
+
+def test_nobody_goes_back_where_what_it_had_is_anothers_or_before_all_are_at_work() -> None:
+    run = moved()
+    newcomer = dataclasses.replace(run.table.workers["generator-0"], name="generator-2", replica=2, host="b", gpus=(2,))
+    run.table.add(newcomer)
+    assert [each.to for each in run.tick(10.0, "a", "b", "c") if isinstance(each, events.Signal)] == ["stage-0"]
+    run = moved()
+    run.table.workers["trainer-0"].die("is dying", run.now)
+    assert not [each for each in run.tick(10.0, "a", "b", "c") if getattr(each, "to", "") in ("generator-1", "stage-0")]
+
+
+def test_one_that_dies_elsewhere_starts_where_the_plan_has_it() -> None:
+    run = moved()
+    run.take(events.ProcessEvent("generator-1", "exited", -9, host="c"))
+    assert spawned(run.tick(1.0, "a", "b", "c")) == ["generator-1"]
+    assert run.table.workers["generator-1"].host == "b" and run.table.workers["stage-0"].host == "c"
