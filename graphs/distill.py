@@ -3,9 +3,10 @@
 python -m graphs.distill --policy FOLDER_OR_ID --teacher FOLDER_OR_ID --prompts FILE --answer ""
 """
 
+from dataclasses import replace
 from functools import partial
 
-from dataflow import Graph, Model, main
+from dataflow import Graph, main
 from graphs.tasks.text import TextTask
 from operators import Logprobs, Trainer
 from operators.losses import distill
@@ -22,7 +23,7 @@ def build(*, task: TextTask, teacher: str, max_staleness: int = 4, rho: float = 
     """
     g = Graph("distill")
     generator = task.generator()
-    judge = Logprobs(Model(teacher, name="teacher", dtype=task.dtype).frozen(), name="teacher_logprobs")
+    judge = Logprobs(replace(task.model, source=teacher, name="teacher").frozen(), name="teacher_logprobs")
     trainer = Trainer(task.model, loss=partial(distill, rho=rho), lr=task.lr, prompts_per_step=task.prompts_per_step)
 
     trainer(judge(generator(g.source(task.train))))

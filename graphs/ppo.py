@@ -4,6 +4,7 @@ python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --reward exact|number|
 python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --answer "" --judge FOLDER_OR_ID
 """
 
+from dataclasses import replace
 from functools import partial
 
 from dataflow import Graph, Model, join, main
@@ -30,7 +31,7 @@ def build(
         critic_lr: learning rate of the critic.
     """
     g = Graph("ppo")
-    actor, expected = task.model, Model(critic or task.policy, head="value", name="critic", dtype=task.dtype)
+    actor, expected = task.model, replace(task.model, source=critic or task.policy, head="value", name="critic")
     reward = task.scorer() if not judge else RewardModel(
         Model(judge, head="score", dtype=task.dtype).frozen(), name="reward", chat=task.chat
     )  # fmt: skip

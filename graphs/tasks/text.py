@@ -45,6 +45,8 @@ class TextTask:
     """Rollouts of a prompt."""
     max_tokens: int = 1024
     """Longest completion."""
+    context_tokens: int | None = None
+    """Longest prompt and completion together; as the model's config says when left out."""
     eval_every: int = 50
     """Steps between evaluations."""
     dtype: str = "float32"
@@ -57,7 +59,7 @@ class TextTask:
     @property
     def model(self) -> Model:
         """The policy."""
-        return Model(self.policy, dtype=self.dtype)
+        return Model(self.policy, dtype=self.dtype, context_tokens=self.context_tokens)
 
     @property
     def train(self) -> Source:

@@ -26,10 +26,16 @@ CHANGING = ("dynamic", "longrope")
 def longest(model: Model, config: Any, declared: int | None = None) -> int | None:
     """Most tokens of a sequence: what an operator declares, else its model, else the config; None where none does.
 
-    Raises ModelError for a declared length beyond that for which the model's rope was settled.
+    Raises ModelError for a length beyond the positions that the model has, or that its rope was settled for.
     """
     text = config.get_text_config()
-    most = model.context_tokens or getattr(text, "max_position_embeddings", None)
+    own = getattr(text, "max_position_embeddings", None)
+    most = model.context_tokens or own
+    if own and (declared or most) > own and not getattr(text, "rope_parameters", None):
+        raise ModelError(
+            f"model '{model.name}' has an embedding for each of {own} positions, and none beyond; found "
+            f"context_tokens={declared or most}; lower it"
+        )
     if declared and most and declared > most and (model.context_tokens or changing_rope(text)):
         raise ModelError(
             f"model '{model.name}' takes {most} tokens, by which all of a run compute, but one operator is to take "

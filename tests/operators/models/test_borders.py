@@ -156,6 +156,14 @@ def test_a_rope_that_cannot_keep_to_one_set_of_factors_is_refused(tmp_path):
     load_model(Model(str(folder), context_tokens=BORDER))
 
 
+def test_no_rollout_is_longer_than_a_model_without_rope_has_positions_for():
+    config = transformers.GPT2Config(n_positions=BORDER)
+    assert context_tokens_of(Generator(Model("gpt2"), context_tokens=BORDER), config) == BORDER
+    for generator in (Generator(Model("gpt2"), context_tokens=MOST), Generator(Model("gpt2", context_tokens=MOST))):
+        with pytest.raises(ModelError, match="each of 48 positions.*context_tokens=96"):
+            context_tokens_of(generator, config)
+
+
 def test_no_operator_takes_longer_rollouts_than_the_rope_was_settled_for(tmp_path):
     folder = saved(tmp_path, *CHANGING["llama, dynamic"])
     config = transformers.AutoConfig.from_pretrained(folder)
