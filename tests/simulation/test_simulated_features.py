@@ -28,6 +28,7 @@ from transport.data.outbox import Outbox
 from .control_server import Room
 from .running import having, hold, notice
 from .shape import FEATURES, HOSTS, SWAPS
+from .world import World
 
 EVALUATION, SCALING, RESUME, SUCCESSOR, FILTER = [(name,) for name in FEATURES]
 TOGETHER = [EVALUATION, SCALING, RESUME, EVALUATION + SCALING, SCALING + RESUME, EVALUATION + RESUME]
@@ -47,6 +48,14 @@ Patch = pytest.MonkeyPatch
 
 def test_all_laws_hold_in_20_seeds_over_hosts_that_die_and_are_cut_off() -> None:
     hold(having(HOSTS), range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_laws_hold_in_200_schedules_of_links_and_kills_over_three_hosts() -> None:
+    """Links come back at every moment of the restarts that they have caused."""
+    three = [seed for seed in range(1000) if World(seed, having=OVER_HOSTS).shape.hosts == 3]
+    hold(having(HOSTS), three[:200])
 
 
 def test_all_laws_hold_in_20_seeds_over_hosts_whose_scheduler_dies_and_is_followed_by_another() -> None:

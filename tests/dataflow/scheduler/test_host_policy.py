@@ -349,3 +349,16 @@ def test_one_that_dies_elsewhere_starts_where_the_plan_has_it() -> None:
     run.take(events.ProcessEvent("generator-1", "exited", -9, host="c"))
     assert spawned(run.tick(1.0, "a", "b", "c")) == ["generator-1"]
     assert run.table.workers["generator-1"].host == "b" and run.table.workers["stage-0"].host == "c"
+
+
+def test_what_an_earlier_attempt_says_or_any_on_another_host_counts_nowhere() -> None:
+    """A host that was lost comes back, and its agent passes on what its workers still say."""
+    run = Run((A, B, C))
+    run.tick(12.0, "a", "c")
+    record = run.table.workers["generator-1"]
+    assert (record.host, record.attempt, record.life) == ("c", 1, Life.FORKED)
+    record.is_reachable, record.deferred = False, [Start()]
+    for attempt, host in ((0, "b"), (0, "c"), (1, "b")):
+        for message in (messages.Ready(attempt=attempt), messages.Heartbeat(attempt=attempt, nodes={})):
+            assert run.take(events.Received("generator-1", message, host)) == []
+    assert record.life is Life.FORKED and not record.is_reachable and record.deferred == [Start()]
