@@ -118,8 +118,10 @@ def _on_meta(model: Model, dtype: str | torch.dtype | None, attention: str | Non
     if getattr(config, "auto_map", None):
         raise NoOutline("it has code of its own")
     given = {} if attention is None else {"attn_implementation": attention}
+    came_as = getattr(config, "dtype", None)
     with torch.device("meta"):
         module = _loader(model).from_config(config, dtype=chosen, **given)
+    module.came_as = came_as
     if module._get_dtype_plan(chosen):
         raise NoOutline(f"not all of its weights are to be {chosen}")
     if module.can_generate():
@@ -155,6 +157,7 @@ def _loaded_at_once(model: Model, dtype: str | torch.dtype | None, attention: st
     _check_weights(model, found)
     _settle_head(model, module, found)
     settle_rope(module, model.name, model.context_tokens)
+    module.came_as = getattr(load_configs(model)[0], "dtype", None)
     for weight in module.parameters():
         weight.data = weight.data.clone(memory_format=torch.contiguous_format)
     trim_memory()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dataflow.model import Model, holds_adapters
+from dataflow.model import DTYPES, Model, holds_adapters
 from dataflow.node import Learn, Operator, Traits
 from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
 from dataflow.settable import STEP, Settable, settable, settable_parameters
@@ -82,6 +82,10 @@ class TrainerKnobs(Learn):
     compute in memory that it writes, has no other copy."""
     checkpoint_every: int | None = settable(None, at=STEP)
     """Steps between checkpoints that stay; the last step is always kept."""
+    checkpoint_dtype: str | None = None
+    """Type of the weights in a checkpoint's files, as "float32"; None: the one that the model came in. Where that is
+    rounder than the trainer's float32, its own weights stand beside the optimiser's state, and a resume goes on from
+    them."""
     recover_within_s: float = 60.0
     """Seconds of steps after which a checkpoint to recover from is left, beside those of `checkpoint_every`; it goes
     when the next one is committed. At least 20 times as long as a checkpoint takes; inf: never."""
@@ -184,6 +188,10 @@ class TrainerKnobs(Learn):
             found.append(
                 f"'{self.name}' has copy_weights=False, which sends its weights from where they are, and offload=True, "
                 f"which takes them away between steps; leave one of them out"
+            )
+        if self.checkpoint_dtype not in (None, *DTYPES):
+            found.append(
+                f"'{self.name}' has checkpoint_dtype={self.checkpoint_dtype!r}, which is not known; use {list(DTYPES)}"
             )
         if self.normalize not in NORMALIZE:
             found.append(f"'{self.name}' has normalize={self.normalize!r}, which is not known; use {list(NORMALIZE)}")

@@ -65,7 +65,9 @@ class TrainerRuntime(Runtime):
         self._making = StepMaker(trainer, context, learner, start, self._knobs, told.get("decay_steps"))
         self._journal = Journal(context, self._source)
         debt = Debt(trainer.recover_within_s)
-        self._saver = CheckpointSaver(context, learner, tokenizer, start, debt, trainer.checkpoint_every)
+        self._saver = CheckpointSaver(
+            context, learner, tokenizer, start, debt, trainer.checkpoint_every, dtype=trainer.checkpoint_dtype
+        )
         self._behind: CatchUp | None = CatchUp(context, self._making, self._saver, missing)
         self._buffer = ReorderBuffer()
         self._early: list[Batch] = []

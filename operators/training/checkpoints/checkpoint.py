@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 OPTIMIZER_FOLDER = "optimizer"
 STATE_FILE = "trainer_state.json"
+ROUNDED = "weights_rounded_to"
+"""In `STATE_FILE`: the type of the model's files, where the trainer's own weights are beside the optimiser's state."""
+_OWN = "/own"
+"""Behind a parameter's name there."""
 FORMAT = 2
 DEADLINE_S = Limits().checkpoint_s
 """For a checkpoint to be written, where nobody says how long."""
@@ -52,6 +56,8 @@ class StagedState:
     ranks: int
     deadline_s: float
     """For the ranks' parts."""
+    rounded: torch.dtype | None = None
+    """Of the weights in the model's files, where they are not the trainer's."""
 
     def write(self, folder: Path, tokenizer: Any, facts: Mapping[str, int | float | str]) -> None:
         """Write the rest, and wait for all ranks' parts. RunFolderError names the file that cannot be written."""
@@ -60,7 +66,8 @@ class StagedState:
             with shards.explained(folder / "tokenizer.json"):
                 tokenizer.save_pretrained(folder)
         with shards.explained(folder / STATE_FILE):
-            text = json.dumps({"format": FORMAT, **facts}, indent=1) + "\n"
+            rounded = {} if self.rounded is None else {ROUNDED: _text(self.rounded)}
+            text = json.dumps({"format": FORMAT, **facts, **rounded}, indent=1) + "\n"
             (folder / STATE_FILE).write_text(text, "utf-8")
         shards.wait_for(folder / OPTIMIZER_FOLDER, self.ranks, self.deadline_s)
 
@@ -72,12 +79,21 @@ class StagedState:
         with shards.explained(folder / "config.json"), no_progress_bar():
             if self.gathered is not None:
                 self.module.save_pretrained(folder, state_dict=dict(self.gathered))
+                self._name_dtype(folder / "config.json")
                 return
             with tempfile.TemporaryDirectory(dir=folder) as aside:
                 self.module.save_pretrained(aside, state_dict={})
                 for path in Path(aside).iterdir():
                     if path.suffix != shards.SUFFIX:
                         path.replace(folder / path.name)
+            self._name_dtype(folder / "config.json")
+
+    def _name_dtype(self, path: Path) -> None:
+        if self.rounded is not None:
+            config = json.loads(path.read_text("utf-8"))
+            for part in (config, *(part for part in config.values() if isinstance(part, dict) and "dtype" in part)):
+                part["dtype"] = _text(self.rounded)
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 @dataclass(frozen=True)
@@ -114,10 +130,26 @@ _WRITERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Writer] = weakref.We
 """By optimiser, of which each learner of this process has one."""
 
 
-def nbytes(learner: Learner) -> int:
-    """About how many bytes a checkpoint takes: what is trained, AdamW's two moments of it, what is kept beside."""
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def rounded_to(learner: Learner, dtype: str | None) -> torch.dtype | None:
+    """What the weights in a checkpoint's files are rounded to: the type that is asked for, or the one they came in, of
+    16 bits; None where these are the trainer's own, as adapters and models that keep some layers exact are."""
+    module = learner.forward.module
+    found = getattr(module, "came_as", None) if dtype is None else getattr(torch, dtype)
+    if found not in (torch.bfloat16, torch.float16) or adapters.is_adapted(module) or module._get_dtype_plan(found):
+        return None
+    return found  # type: ignore[no-any-return]
+
+
+def nbytes(learner: Learner, dtype: str | None = None) -> int:
+    """About how many bytes a checkpoint takes: what is trained, AdamW's two moments of it, what is kept beside. dtype:
+    as `rounded_to` has it."""
     kept = sum(int(tensor.nbytes) for tensor in tensors_of(learner.refreshed).values())
-    return sum(3 * int(weight.nbytes) for weight in learner.parameters.values()) + kept
+    copies = 3 if rounded_to(learner, dtype) is None else 3.5
+    return round(sum(copies * int(weight.nbytes) for weight in learner.parameters.values())) + kept
 
 
 def prepare(folder: Path) -> None:
@@ -126,11 +158,14 @@ def prepare(folder: Path) -> None:
         (folder / OPTIMIZER_FOLDER).mkdir(exist_ok=True)
 
 
-def stage(learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: float = DEADLINE_S) -> StagedState | None:
+def stage(
+    learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: float = DEADLINE_S, dtype: str | None = None
+) -> StagedState | None:
     """Begin to write this rank's part: for `Learner.everywhere`.
 
-    folder: one that all ranks see, after `prepare`. Rank 0 gets the rest, to write it when it likes. Until all ranks
-    have written, which the learner waits for by itself, their weights and state have to stay as they are.
+    folder: one that all ranks see, after `prepare`. dtype: as `rounded_to` has it. Rank 0 gets the rest, to write it
+    when it likes. Until all ranks have written, which the learner waits for by itself, their weights and state have to
+    stay as they are.
     """
     writer = _WRITERS.setdefault(
         learner.optimizer, _Writer(StagingBuffers(), Background(f"rank {rank}'s part of a checkpoint"))
@@ -138,25 +173,25 @@ def stage(learner: Learner, rank: int, ranks: int, folder: Path, deadline_s: flo
     writer.background.wait(deadline_s)
     module = learner.forward.module
     exported, cut = _exported(module), saved_as(module)
-    files = _files(folder, module, exported, cut)
+    rounded = rounded_to(learner, dtype)
+    files = _files(folder, module, exported, cut, rounded)
     gathered: dict[str, Tensor] | None = None
     if files is None:
-        gathered = _gathered(exported, rank)
+        gathered = _gathered(exported, rank, rounded)
     copied = writer.staging.copied
-    parts = RankParts(
-        files,
-        {} if files is None else {name: shards.parts_of(each, rank, copied(name)) for name, each in exported.items()},
-        {name: shards.parts_of(each, rank, copied(name)) for name, each in _state(learner).items()},
-        rank,
-        ranks,
-    )
+    wanted = exported if files is not None else {} if rounded is None else learner.parameters
+    weights = {name: shards.parts_of(each, rank, copied(name)) for name, each in wanted.items()}
+    state = {name: shards.parts_of(each, rank, copied(name)) for name, each in _state(learner).items()}
+    if rounded is not None:
+        state |= {f"{name}{_OWN}": weights[name] for name in learner.parameters}
+    parts = RankParts(files, {} if files is None else weights, state, rank, ranks)
     writer.staging.settle()
     writer.background.start(functools.partial(parts.write, folder), deadline_s)
     if rank:
         return None
     if not all(weight.is_cuda for weight in learner.parameters.values()):
         learner.before_change = functools.partial(_wait_everywhere, learner, deadline_s)
-    return StagedState(module, gathered, ranks, deadline_s)
+    return StagedState(module, gathered, ranks, deadline_s, rounded)
 
 
 def written(learner: Learner, rank: int, ranks: int, deadline_s: float) -> None:
@@ -168,20 +203,23 @@ def _wait_everywhere(learner: Learner, deadline_s: float) -> None:
     learner.everywhere(written, deadline_s=deadline_s)
 
 
-def _files(folder: Path, module: Any, exported: Mapping[str, Any], cut: Mapping[str, Any] | None) -> ModelFiles | None:
+def _files(
+    folder: Path, module: Any, exported: Mapping[str, Any], cut: Mapping[str, Any] | None, rounded: torch.dtype | None
+) -> ModelFiles | None:
     """Where all that is exported goes; None where only transformers can tell."""
     if adapters.is_adapted(module):
         return ModelFiles.of(folder, exported, {}, adapters.WEIGHTS_FILE, adapters.in_file)
-    return None if cut is None else ModelFiles.of(folder, exported, cut)
+    return None if cut is None else ModelFiles.of(folder, exported, cut, dtype=rounded)
 
 
-def _gathered(exported: Mapping[str, Any], rank: int) -> dict[str, Tensor] | None:
+def _gathered(exported: Mapping[str, Any], rank: int, rounded: torch.dtype | None) -> dict[str, Tensor] | None:
     """Whole tensors in main memory on rank 0, put together one by one; all ranks call this."""
     found = {}
     for name, tensor in exported.items():
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if rank == 0:
-            found[name] = full.detach().to("cpu", copy=True)
+            kept = rounded if isinstance(tensor, torch.nn.Parameter) else None
+            found[name] = full.detach().to("cpu", kept, copy=True)
     return found if rank == 0 else None
 
 
@@ -192,10 +230,11 @@ def save(
     facts: Mapping[str, int | float | str],
     rank: int = 0,
     ranks: int = 1,
+    dtype: str | None = None,
 ) -> None:
     """Write a checkpoint and wait for it; called on every rank."""
     prepare(folder)
-    staged = stage(learner, rank, ranks, folder)
+    staged = stage(learner, rank, ranks, folder, dtype=dtype)
     if staged is not None:
         staged.write(folder, tokenizer, facts)
     written(learner, rank, ranks, DEADLINE_S)
@@ -204,10 +243,12 @@ def save(
 def restore(learner: Learner, rank: int, ranks: int, folder: Path) -> None:
     """Put back the optimiser's state of a checkpoint, and what is kept for refreshed readers: for `Learner.everywhere`.
 
-    Whatever number of ranks wrote them. The weights are loaded with the model, from the same folder. Raises RunError
-    when the state does not fit.
+    Whatever number of ranks wrote them. The weights are loaded with the model, from the same folder, and put back here
+    where its files have them rounded. Raises RunError when the state does not fit.
     """
     state = fresh_state(learner.optimizer, learner.parameters) | tensors_of(learner.refreshed)
+    if ROUNDED in read_state(folder):
+        state |= {f"{name}{_OWN}": weight.detach() for name, weight in learner.parameters.items()}
     shards.read(folder / OPTIMIZER_FOLDER, state)
 
 

@@ -49,17 +49,18 @@ class ModelFiles:
     @classmethod
     def of(
         cls, folder: Path, tensors: Mapping[str, Any], cut: Mapping[str, Sequence[FileTensor]], name: str = WEIGHTS,
-        called_by: Callable[[str], str] = str,
+        called_by: Callable[[str], str] = str, dtype: torch.dtype | None = None,
     ) -> ModelFiles:  # fmt: skip
         """tensors: by name, of which only (full) shapes and dtypes are read. cut: as `slices.saved_as`. called_by: the
-        name in the file of what is not cut."""
+        name in the file of what is not cut. dtype: that parameters are rounded to; None: they are not."""
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         places: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
         for each, tensor in tensors.items():
             shape = tuple(tensor.shape)
             for part in cut.get(each) or _AS_IT_IS:
                 called, own = (called_by(each), shape) if part is None else (part.name, part.shape)
-                pieces[called] = own, tensor.dtype
+                is_rounded = dtype is not None and isinstance(tensor, torch.nn.Parameter)
+                pieces[called] = own, dtype if is_rounded else tensor.dtype  # type: ignore[assignment]
                 whole = (shape, (0,) * len(shape)) if part is None else (part.stored.shape, part.offsets)
                 places.setdefault(each, []).append((called, *whole))
         files = _dealt(pieces, name)

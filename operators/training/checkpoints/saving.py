@@ -78,6 +78,8 @@ class CheckpointSaver:
     """What it is that makes a temporary checkpoint due."""
     every: int | None = None
     """Steps between those that stay."""
+    dtype: str | None = None
+    """As `checkpoint.rounded_to` has it."""
     copier: CheckpointCopier | None = None
     """Takes committed checkpoints to the run's address, where it has one."""
     asked: int = 0
@@ -217,7 +219,7 @@ class CheckpointSaver:
         self._settle(self.context.limits.checkpoint_s)
         self.debt.seconds, began = 0.0, time.monotonic()
         if is_temporary:
-            _check_room(context.folder.path, checkpoint.nbytes(self.learner))
+            _check_room(context.folder.path, checkpoint.nbytes(self.learner, self.dtype))
         checkpoints = context.folder.checkpoints_of(name)
         trained = range(self.kept_step + 1, step + 1)
         facts = {"step": step, "version": step, "node": context.node}
@@ -225,7 +227,9 @@ class CheckpointSaver:
         with context.span("checkpoint"), contextlib.ExitStack() as opened:
             folder = opened.enter_context(checkpoints.writing(step, node=context.node, version=step, **mark))
             checkpoint.prepare(folder)
-            staged = self.learner.everywhere(checkpoint.stage, folder=folder, deadline_s=context.limits.checkpoint_s)[0]
+            staged = self.learner.everywhere(
+                checkpoint.stage, folder=folder, deadline_s=context.limits.checkpoint_s, dtype=self.dtype
+            )[0]
             committed = opened.pop_all()
 
         def write() -> None:

@@ -55,12 +55,14 @@ Mesh = tuple[int, int, int]
 
 
 def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
-    """One of so many. save: two steps of made-up gradients, then a checkpoint in the folder. go_on: load it, one step
-    more; rank 0 writes what it loaded, and the weights then, to `loaded(folder, mesh)`.
+    """One of so many. save: two steps of made-up gradients, then a checkpoint in the folder, as in "save bfloat16" in
+    that type. go_on: load it, one step more; rank 0 writes what it loaded, and the weights then, to
+    `loaded(folder, mesh)`.
     go_on_refreshed: with what is kept for readers that are refreshed."""
     torch.set_num_threads(1)
     ranks = math.prod(mesh)
-    module = tiny_llama() if what == "save" else AutoModelForCausalLM.from_pretrained(folder).eval()
+    saves = what.startswith("save")
+    module = tiny_llama() if saves else AutoModelForCausalLM.from_pretrained(folder).float().eval()
     learner = tiny_learner(tiny_trainer(), module)
     if ranks > 1:
         meet, cpu = folder.parent / f"meet-{what}-{mesh}", torch.device("cpu")
@@ -71,13 +73,13 @@ def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
             cpu, ranks, tensor_parallel=tensor_parallel, dp_replicate=replicas, key_value_heads=heads
         )  # fmt: skip
         shard(learner, made, None, cpu, "tiny")
-    if what == "save":
+    if saves:
         for refresh in REFRESHES:
             keep(learner, refresh, step=0)
         for number in range(2):
             step(learner, number)
             refreshed.follow(learner=learner, rank=rank, ranks=ranks, step=number + 1)
-        checkpoint.save(folder, learner, Tokenizer(), {"step": 2}, rank, ranks)
+        checkpoint.save(folder, learner, Tokenizer(), {"step": 2}, rank, ranks, dtype=what.partition(" ")[2] or None)
     else:
         for refresh in REFRESHES if what == "go_on_refreshed" else ():
             keep(learner, refresh, step=2)

@@ -363,6 +363,7 @@ def test_a_trainer_of_two_sources_is_refused():
     [
         ({"prompts_per_step": 0}, "prompts_per_step=0"),
         ({"lr": -1.0}, "lr=-1.0"),
+        ({"checkpoint_dtype": "fp8"}, "checkpoint_dtype='fp8'"),
         ({"lr": float("nan")}, "lr=nan"),
         ({"betas": (0.9, 1.0)}, "betas="),
         ({"max_grad_norm": 0}, "max_grad_norm=0"),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from shard_ranks import loaded, ranks_do, step
 from trainer_rig import Tokenizer, tiny_learner, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM
 
+from dataflow import Model
 from dataflow.errors import DeadlineError, RunError
 from dataflow.system.files import RunFolderError
+from operators import Trainer
 from operators.training.checkpoints import checkpoint, shards
+from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
 from operators.training.learner.optimizer import state_tensors
 
@@ -60,6 +64,18 @@ def test_what_some_ranks_wrote_others_go_on_from_with_the_same_numbers(straight,
         assert {name for name in found if not name.startswith("after/")} == state.keys()
         assert all(torch.equal(found[name], state[name]) for name in state)
         assert all(torch.allclose(found[f"after/{name}"], after[name], rtol=0, atol=1e-6) for name in after)
+
+
+@pytest.mark.slow
+def test_other_ranks_go_on_from_the_weights_that_the_files_have_rounded(straight, tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    ranks_do("save bfloat16", (1, 2, 2), tmp_path / "checkpoint")
+    saved = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    for mesh in ((1, 2, 1), (1, 1, 1)):
+        ranks_do("go_on", mesh, tmp_path / "checkpoint")
+        found = load_file(loaded(tmp_path / "checkpoint", mesh))
+        assert all(torch.allclose(found[f"after/{name}"], straight[2][name], rtol=0, atol=1e-6) for name in straight[2])
 
 
 @pytest.mark.parametrize(
@@ -200,3 +216,29 @@ def test_a_run_of_two_ranks_leaves_a_checkpoint_that_one_rank_goes_on_from(tmp_p
     state = state_tensors(learner.optimizer, learner.parameters)
     assert {float(tensor) for name, tensor in state.items() if name.endswith("/step")} == {3.0}
     assert all(tensor.abs().sum() > 0 for name, tensor in state.items() if name.endswith("/exp_avg_sq"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "written"), [(None, torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)]
+)
+@pytest.mark.parametrize("alone", [True, False], ids=["by parts", "whole"])
+def test_weights_are_kept_as_the_model_came_and_a_resume_goes_on_from_the_trainers_own(
+    asked, written, alone, tmp_path, monkeypatch
+):
+    tiny_llama(dtype=torch.bfloat16).save_pretrained(tmp_path / "came")
+    trainer = Trainer(Model(str(tmp_path / "came")), lr=1e-3)
+    learner = make_learner(trainer, trainer.model, node="trainer", device="cpu")
+    step(learner, 0)
+    if not alone:
+        monkeypatch.setattr(checkpoint, "saved_as", lambda module: None)
+    (tmp_path / "saved").mkdir()
+    checkpoint.save(tmp_path / "saved", learner, None, {"step": 1}, dtype=asked)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "saved" / "model.safetensors").values()} == {written}
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert found.dtype == written
+    weights = {name: weight.detach().clone() for name, weight in learner.parameters.items()}
+    assert all(torch.equal(weight, weights[name].to(written)) for name, weight in found.named_parameters())
+    again = make_learner(trainer, replace(trainer.model, source=str(tmp_path / "saved")), node="trainer", device="cpu")
+    checkpoint.restore(again, 0, 1, tmp_path / "saved")
+    assert all(torch.equal(weight, weights[name]) for name, weight in again.parameters.items())
+    assert checkpoint.rounded_to(again, asked) == checkpoint.rounded_to(learner, asked)
