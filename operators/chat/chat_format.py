@@ -146,7 +146,7 @@ class ChatFormat:
         elif not self.arguments_are_text and isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ChatError(
                     f"arguments of the call of '{function.get('name')}' are no JSON: {error}; "
                     f"found {arguments[:80]!r}; give an object, or its JSON"

@@ -94,7 +94,7 @@ class OpenEnvSession:
 
     def read(self, said: str) -> Any:
         """An action that the policy wrote as JSON, or what it said as the one text of the action."""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             action = json.loads(said)
             strict_json(action)
             if isinstance(action, dict):

@@ -117,6 +117,6 @@ def _plain_call(call: Mapping[str, Any]) -> Any:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return [call.get("id"), function.get("name"), arguments]

@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import json
+import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -234,6 +235,11 @@ def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:
         return Fault(kind=f"null in '{name}'", detail=f"has null in '{name}'", do="fill it, or skip it with rows=...")
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
+    if not _is_finite(value):
+        return Fault(
+            kind=f"no number in '{name}'", detail=f"has {value!r:.60} in '{name}', which is no number that is finite",
+            do="fill it, or skip it with rows=...",
+        )  # fmt: skip
     is_kind = kind is not None and _is_kind(value, kind)
     if not is_kind and not is_sound(value):
         return Fault(kind=f"broken text in '{name}'", detail=f"has half a character in '{name}'", do="mend the text")
@@ -246,6 +252,14 @@ def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:
             else f"make them alike, or state the type with columns={{'{name}': {type(value).__name__}}}",
         )
     return value
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether every fraction in it is: NaN is how much else says that there is none."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return all(map(_is_finite, inner))
 
 
 def _is_kind(value: Any, kind: pa.DataType) -> bool:

@@ -313,6 +313,16 @@ def test_half_a_character_within_a_column_is_named(rest: Any) -> None:
         build(Prompts(rows, columns=("rest",)))
 
 
+@pytest.mark.parametrize("worth", [float("nan"), np.float32("inf"), [1.0, float("-inf")], {"a": [float("nan")]}])
+def test_a_number_that_is_not_finite_is_named(worth: Any) -> None:
+    good = 1.0 if isinstance(worth, float | np.floating) else [1.0, 2.0] if isinstance(worth, list) else {"a": [1.0]}
+    rows = [{"prompt": "a", "worth": good}, {"prompt": "b", "worth": worth}]
+    with pytest.raises(RecordError, match=r"in 'worth', which is no number that is finite; fill it"):
+        build(Prompts(rows, columns=("worth",)))
+    dropping = Prompts(rows, columns=("worth",), on_bad="drop", epochs=1)
+    assert build(dropping).status()["bad_rows"] == 1
+
+
 @pytest.mark.parametrize("kind", BAD_LINES)
 def test_a_bad_line_is_named_with_its_file_when_the_run_starts(kind: str, tmp_path: Path) -> None:
     line, said = BAD_LINES[kind]

@@ -13,6 +13,7 @@ from test_playing import Spoken
 from dataflow.errors import WorldFailed
 from operators.environments import environment
 from operators.environments.declaration import PlayedEnvironment
+from operators.environments.openenv_wire import OpenEnvSession
 
 
 def played(world: PlayedEnvironment, chat: Spoken, task: dict[str, Any]) -> float:
@@ -65,6 +66,11 @@ class TestOpenEnv:
             said = asyncio.run(world.look()) if world.can_look else None
             assert served.started == 0
         assert said == found if found is None or said is None else found in said and "says nowhere what" in said
+
+    def test_what_is_no_json_that_a_server_could_take_is_the_text_of_an_action(self) -> None:
+        session = OpenEnvSession(None, "message", {})
+        for said in ('{"message": 1e999}', '{"message": "\\ud83d"}', "[" * 100_000, '{"message": NaN}'):
+            assert session.read(said) == {"message": said}
 
     def test_a_server_that_is_away_when_it_is_looked_at_says_nothing(self) -> None:
         assert asyncio.run(environment("openenv:ws://127.0.0.1:9").look()) is None

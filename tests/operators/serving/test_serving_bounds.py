@@ -92,6 +92,13 @@ def test_arguments_of_a_tool_call_that_are_too_much_stay_the_text_that_they_are(
     assert message["tool_calls"] == [call]
 
 
+def test_arguments_of_a_call_that_nest_without_end_are_the_callers_fault(client_of):
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 2000}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = client_of("x").post("/v1/chat/completions", json=CHAT | {"messages": [*CHAT["messages"], turn]})
+    assert answer.status_code == 400, answer.text[:200]
+
+
 def test_an_overloaded_server_refuses_a_call_before_it_reads_its_body(client_of, monkeypatch):
     permits = threading.Semaphore(0)
     engine = ScriptedEngine(lambda prompt, seed: [5, END], slots=1, permits=permits)
