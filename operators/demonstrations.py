@@ -11,14 +11,16 @@ from dataflow.model_files import template_fault
 from dataflow.node import Generate, Traits
 from dataflow.records import PROMPT
 from dataflow.runtime import Context, Runtime
+from operators.engine.knobs import options_faults
 
 
 @dataclass(frozen=True, eq=False)
 class Demonstrations(Generate):
-    """One rollout of every prompt: its tokens, those of the reference answer, and the end token.
+    """One rollout of every prompt: its tokens, those of the reference answer, and its end: the end token; of a chat,
+    what ends a turn in the template.
 
     Prompts are laid out as a Generator lays them out, so that what is learned is what it will be asked for. The mask is
-    true on the answer and the end token. No policy drew these tokens: their logprobs are 0 and their versions -1, so a
+    true on the answer and its end. No policy drew these tokens: their logprobs are 0 and their versions -1, so a
     loss must not weigh them by ratios (`operators.losses.sft` does not), and nothing is ever too stale. No weights are
     needed, so no feedback edge is.
 
@@ -39,6 +41,8 @@ class Demonstrations(Generate):
     """Column that holds the reference answer, a text."""
     chat: bool = False
     """Prompts are chat messages as JSON, laid out by the tokenizer's chat template."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """The chat template's own options, as those of a Generator."""
     context_tokens: int | None = None
     """Most tokens of a rollout; None: the model's own limit. Longer ones are recorded as failed."""
 
@@ -67,6 +71,7 @@ class Demonstrations(Generate):
             found.append(f"'{self.name}' has {self.model!r} as its model; give Model('path/to/folder')")
         if not isinstance(self.answer, str) or not self.answer:
             found.append(f"'{self.name}' has answer={self.answer!r}, which names no column; give one, as 'answer'")
+        found += options_faults(self.name, self.chat, self.chat_template_kwargs)
         most = self.context_tokens
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 2):
             found.append(f"'{self.name}' has context_tokens={most!r}; give a whole number of 2 or more, or None")
@@ -77,5 +82,6 @@ class Demonstrations(Generate):
         from operators.sources.demonstration_runtime import DemonstrationRuntime
 
         return DemonstrationRuntime(
-            self.model, node=context.node, answer=self.answer, chat=self.chat, context_tokens=self.context_tokens
-        )
+            self.model, node=context.node, answer=self.answer, chat=self.chat, options=self.chat_template_kwargs or {},
+            context_tokens=self.context_tokens,
+        )  # fmt: skip

@@ -13,8 +13,8 @@ from dataflow.node import Generate, Source, Traits
 from dataflow.records import ERROR, OF_SOURCE, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
 from operators.models.errors import ModelError
-from operators.sources.forms import DATA_FORMS
-from operators.sources.prompt_rows import Recipe, Selection, load, sample_columns
+from operators.sources.forms import DATA_FORMS, names_in
+from operators.sources.prompt_rows import LAYOUT_COLUMNS, Recipe, Selection, load, sample_columns
 from operators.sources.prompt_runtime import PromptRuntime
 from operators.sources.row_files import Fault, Origin, rows_of, source_fault
 
@@ -48,7 +48,8 @@ class Prompts(Source):
     prompt_column: str = field(default=PROMPT, kw_only=True)
     """Column that holds the prompt."""
     chat: bool = field(default=False, kw_only=True)
-    """Whether prompts are chat messages; a text becomes one message of the user."""
+    """Whether prompts are chat messages; a text becomes one message of the user. Columns `tools` and
+    `chat_template_kwargs` that the rows have are kept then, as JSON: each prompt is laid out with its own."""
     shuffle_seed: int | None = field(default=None, kw_only=True)
     """Seed of the order, to which the run's is added; another order in every epoch. None: as they stand."""
     epochs: int | None = field(default=None, kw_only=True)
@@ -86,6 +87,7 @@ class Prompts(Source):
     def origin(self) -> Origin:
         """Where its rows are."""
         needed = (self.prompt_column, *self.columns, *([self.id_column] if self.id_column else []))
+        needed = (*needed, *(LAYOUT_COLUMNS if self.chat else ()))
         columns = needed if self.rows is None and self.form is None else None
         return Origin(source=self.source, split=self.split, config=self.config, columns=columns)
 
@@ -95,8 +97,8 @@ class Prompts(Source):
         prompt, of_form = self._layout()
         optional = {name for name, kind in self._stated.items() if admits_none(kind)}
         return Recipe(
-            columns=tuple(dict.fromkeys((*self.columns, *of_form))), prompt_column=prompt, id_column=self.id_column,
-            make=self.rows, chat=self.chat, nullable=frozenset({*optional, *of_form}),
+            columns=tuple(dict.fromkeys((*self.columns, *of_form, *self._of_layout))), prompt_column=prompt,
+            id_column=self.id_column, make=self.rows, chat=self.chat, nullable=frozenset({*optional, *of_form}),
         )  # fmt: skip
 
     @property
@@ -110,6 +112,7 @@ class Prompts(Source):
             types, self.seen["faults"] = self._sample()
             stated = {name: arrow_type(kind) for name, kind in self._stated.items()}
             types |= {name: kind for name, kind in stated.items() if kind is not None}
+            types |= {name: pa.string() for name in LAYOUT_COLUMNS if self.chat and name in types}
             self.seen["types"] = types
         return dict(self.seen["types"])
 
@@ -150,7 +153,7 @@ class Prompts(Source):
             "prompts read", source=self.name, prompts=len(table), left_out=report.dropped,
             skipped=report.skipped, equal_to_another=report.duplicates,
         )  # fmt: skip
-        said = [each for each in (self._too_long(taker, table.column(PROMPT)) for taker in context.takers) if each]
+        said = [each for each in (self._too_long(taker, table) for taker in context.takers) if each]
         for text in said:
             context.log.warning("prompts are too long", source=self.name, said=text)
         return PromptRuntime(
@@ -158,12 +161,12 @@ class Prompts(Source):
             group_size=self.group_size, epochs=self.epochs,
         )  # fmt: skip
 
-    def _too_long(self, taker: Generate, prompts: pa.ChunkedArray) -> str:
+    def _too_long(self, taker: Generate, table: pa.Table) -> str:
         """As `tokenize.too_long`; empty where that cannot be told here: whoever takes them says what is wrong then."""
         from operators.generation.tokenize import too_long
 
         try:
-            return too_long(taker, prompts)
+            return too_long(taker, table)
         except ModelError:
             return ""
         except RecordError as error:
@@ -187,6 +190,20 @@ class Prompts(Source):
                     self.seen["unreadable"] = str(error)
         prompt, columns = self.seen["layout"]
         return (prompt if self.prompt_column == PROMPT else self.prompt_column), columns
+
+    @property
+    def _of_layout(self) -> tuple[str, ...]:
+        """Columns that say how a chat is laid out, as far as the first rows have them."""
+        if not self.chat or self.rows is not None or self._knob_faults() or not self.origin.is_here:
+            return ()
+        if "laid out by" not in self.seen:
+            try:
+                names = names_in(self.origin)
+            except RecordError as error:
+                names, self.seen["unreadable"] = (), str(error)
+            self.seen["laid out by"] = tuple(name for name in LAYOUT_COLUMNS if name in names)
+        by: tuple[str, ...] = self.seen["laid out by"]
+        return by
 
     def _sample(self) -> tuple[dict[str, pa.DataType], list[Fault]]:
         if self._knob_faults() or not self.origin.is_here:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import uvicorn
 
 from operators.agents.turns_in_run import TurnsInRun
+from operators.chat.chat_template import special_tokens
 from operators.chat.conversation import Past
 from operators.serving.app import make_app
+from operators.serving.bounds import Bounds
 from operators.serving.calls import ServedCall
 from operators.serving.errors import bad
 from operators.serving.requests import Request
@@ -35,12 +38,14 @@ class RunService(Service):
 
     def __init__(
         self, turns: TurnsInRun, tokenizer: Any, *, model: str, past: Past, stop: tuple[str, ...],
-        ends: frozenset[int] = frozenset(),
+        ends: frozenset[int] = frozenset(), options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Serve the model. stop, ends: strings and ids at which the generator ends what it says."""
+        """Serve the model. stop, ends: strings and ids at which the generator ends what it says. options: of the chat
+        template."""
         super().__init__(
-            turns, tokenizer, model=model, ends=frozenset(tokenizer.all_special_ids), make_sampling=_no_sampling,
-            make_stop=_strings, call_timeout_s=CALL_S, exchanges=KEPT_TURNS, past=past,
+            turns, tokenizer, model=model, ends=ends.union(special_tokens(tokenizer).values()),
+            make_sampling=_no_sampling, make_stop=_strings, call_timeout_s=CALL_S, exchanges=KEPT_TURNS, past=past,
+            bounds=Bounds(samples=False), chat_template_kwargs=options,
         )  # fmt: skip
         self._stop, self._ends_of_turns = stop, ends
 

@@ -18,13 +18,14 @@ from operators.agents.knobs import AgentKnobs
 from operators.agents.programs import Programs
 from operators.agents.run_service import EndpointThread, RunService
 from operators.agents.turns_in_run import TurnsInRun
-from operators.engine.stop_strings import end_tokens
+from operators.engine.stop_strings import stops_of
 from operators.episodes.chat import TurnQuestion
 from operators.episodes.conversations import Begin
 from operators.episodes.dialogue import Context, SaidTurn, TurnRequest
 from operators.episodes.heard import Heard
 from operators.episodes.runtime import UNBOUNDED, EpisodesRuntime, LiveEpisode
 from operators.generation.groups import PromptGroup
+from operators.generation.tokenize import RowLayout
 from operators.models.borders import longest
 from operators.models.loading import load_configs, load_tokenizer
 
@@ -66,10 +67,14 @@ class AgentsRuntime(EpisodesRuntime):
             longest(agent.generator.uses, config, agent.generator.traits.context_tokens) or UNBOUNDED
         )
         tokenizer = load_tokenizer(agent.generator.uses)
-        ends = end_tokens(SimpleNamespace(config=config, generation_config=generation), tokenizer)
+        generator = agent.generator
+        ends, stop = stops_of(
+            tokenizer, SimpleNamespace(config=config, generation_config=generation), getattr(generator, "stop", ()),
+            int(config.get_text_config().vocab_size), chat=bool(generator.traits.chat),
+        )  # fmt: skip
         service = RunService(
             self._turns_in_run, copy.deepcopy(tokenizer), model=agent.model_name, past=agent.past,
-            stop=tuple(getattr(agent.generator, "stop", ())), ends=frozenset(ends),
+            stop=stop, ends=ends, options=getattr(generator, "chat_template_kwargs", None),
         )  # fmt: skip
         self._endpoint = EndpointThread(service, self._turns_in_run, agent.port)
 
@@ -88,11 +93,11 @@ class AgentsRuntime(EpisodesRuntime):
         self._endpoint.close()
         self._turns_in_run.let_go()
 
-    def _encoded(self, prompts: Sequence[str]) -> list[AnyArray | str]:
+    def _encoded(self, prompts: Sequence[str], layouts: Sequence[RowLayout]) -> list[AnyArray | str]:
         """Bytes of a prompt, which the policy never sees: the program makes of it what it likes."""
         return [np.frombuffer(prompt.encode(), np.uint8).astype(np.int64) for prompt in prompts]
 
-    def _begins(self, group: PromptGroup, prompt: str) -> Begin:
+    def _begins(self, group: PromptGroup, prompt: str, layout: RowLayout) -> Begin:
         return WholePrompts()
 
     def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:

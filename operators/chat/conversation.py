@@ -12,6 +12,7 @@ from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN, TrainingRow
 from operators.chat.chat_format import ChatError, ChatFormat, Message
+from operators.chat.chat_template import beginning_of
 from operators.chat.stitching import Said, stitched
 from operators.chat.tool_calls import CallFormat, ReadTurn, format_of
 
@@ -35,6 +36,7 @@ class Conversation:
         tools: Sequence[Message] = (),
         past: Past = "sampled",
         calls: CallFormat | None = None,
+        continues: bool = True,
     ) -> None:
         """Begin with messages, if any.
 
@@ -43,14 +45,14 @@ class Conversation:
             past: what becomes of turns that the template writes otherwise later.
             calls: how calls of tools are read in what the policy wrote; None: as the template writes them, where
                 there are tools.
+            continues: a last message of the assistant's that the policy has not said is what its next turn begins with,
+                and no turn of its own.
         """
-        if tools and not form.takes_tools:
-            raise ChatError(
-                f"the chat template of '{form.name}' has no place for tools; found {len(tools)}; "
-                f"tell of them in a message, or give it another template"
-            )
-        self.form, self.tools, self.past = form, tuple(tools), past
+        form.check_tools(tools)
+        self.form, self.tools, self.past, self._continues = form, tuple(tools), past, continues
         self.messages: list[Message] = list(messages)
+        self.begins = ""
+        """The text that the policy's next turn is made to begin with, which it sees and did not sample."""
         self.calls = calls or (format_of(form) if tools else None)
         self._called = 0
         """Calls that were read so far."""
@@ -65,6 +67,7 @@ class Conversation:
         self._turn = 0
         self._unanswered: Callable[[], None] | None = None
         """Takes the prompt back, where nothing was sampled behind it."""
+        self._take_beginning()
 
     @property
     def rows(self) -> list[TrainingRow]:
@@ -86,6 +89,9 @@ class Conversation:
                 )
         if messages:
             self._take_back()
+            if self.begins:
+                self.messages.append({"role": "assistant", "content": self.begins})
+                self.begins = ""
             self.messages.extend(messages)
 
     def rewrite(self, messages: Iterable[Message], tools: Sequence[Message] | None = None) -> None:
@@ -109,7 +115,13 @@ class Conversation:
                 kept.append(said)
         self._said = kept
         self._pieces = []
+        self._take_beginning()
         return None
+
+    def begin(self, text: str) -> None:
+        """Let the policy's next turn begin with this text."""
+        self._take_back()
+        self.begins = text
 
     def prompt(self) -> AnyArray:
         """Ids of all that the policy sees before its next turn, int32 [tokens]. Raises ChatError."""
@@ -123,7 +135,13 @@ class Conversation:
                 self._done, self._parts, self._part_turns, self._text, self._pieces = before
 
             self._unanswered = take_back
-        return np.concatenate([np.zeros(0, np.int32), *(part.ids for part in self._parts)])
+        begun = np.asarray(self._begun, np.int32)
+        return np.concatenate([np.zeros(0, np.int32), *(part.ids for part in self._parts), begun])
+
+    @property
+    def _begun(self) -> list[int]:
+        """Ids of what the next turn is made to begin with."""
+        return self.form.encode(self.begins)
 
     def say(
         self, drawn: RolloutTokens, *, begun: Sequence[int] = (), text: str | None = None,
@@ -132,11 +150,13 @@ class Conversation:
         """What the policy sampled behind the last prompt; gives it as a message, calls of tools read.
 
         Args:
-            begun: ids that the turn was made to begin with, which the policy saw and did not sample.
-            text: of the whole turn, without what ended it (end token, stop string); None: without an end token.
+            begun: ids behind `begins` that the turn was made to begin with, which the policy saw and did not sample.
+            text: of the whole turn, `begins` and all, without what ended it (end token, stop string); None: without an
+                end token.
             message: the turn as a message; None: as it is read in the text.
         """
         self.prompt()
+        begun = [*self._begun, *begun]
         ids = [*begun, *drawn.ids.tolist()]
         whole = self.form.decode(ids)
         tail = self.form.decode(ids[-1:]) if ids and ids[-1] in self.form.ends else ""
@@ -152,7 +172,7 @@ class Conversation:
         self.messages.append(made.message)
         self._text += whole
         self._turn += 1
-        self._unanswered = None
+        self._unanswered, self.begins = None, ""
         return made
 
     def _read(self, text: str) -> ReadTurn:
@@ -169,6 +189,15 @@ class Conversation:
         other._parts = [RolloutTokens.given(part.ids) for part in self._parts]
         other._part_turns = [NO_TURN] * len(self._parts)
         return other
+
+    def _take_beginning(self) -> None:
+        """A last message of the assistant's that the policy has not said is what its next turn begins with."""
+        self.begins = ""
+        if self._continues and all(said.message != self.messages[-1] for said in self._said):
+            content = beginning_of(self.messages)
+            if content is not None:
+                self.begins = content
+                self.messages.pop()
 
     def _take_back(self) -> None:
         if self._unanswered is not None:
@@ -188,7 +217,7 @@ class Conversation:
                     if self.past == "refused":
                         raise self._changed(rendered, self._text + behind)
                     return self._begin(rendered, pieces)
-            self._add(behind)
+            self._add(self.form.headed(behind, self.begins))
             self._pieces = self._closed(self._pieces, pieces)
         return None
 
@@ -199,8 +228,10 @@ class Conversation:
 
     def _behind(self, piece: str) -> str:
         """What is still to come behind the last turn: `piece` without what the policy itself wrote of it."""
-        tail = self._said[-1].tail if self._said else ""
-        return piece[len(tail) :] if tail and piece.startswith(tail) else piece
+        said = self._said[-1] if self._said else None
+        if said is not None and said.ids[-1:] == (self.form.end,):
+            return piece.removeprefix(self.form.ending)
+        return piece.removeprefix("" if said is None else said.tail)
 
     def _add(self, text: str) -> None:
         last = self._said[-1].ids[-1:] if self._said else ()
@@ -210,6 +241,7 @@ class Conversation:
 
     def _begin(self, text: str, pieces: Sequence[str]) -> None:
         """A new row, unless its ids go on from those of the last."""
+        text = self.form.headed(text, self.begins)
         ids = stitched(self.form, text, self._said)
         before = [int(token) for part in self._parts for token in part.ids]
         if before and ids[: len(before)] == before:

@@ -25,13 +25,15 @@ def stitched(form: ChatFormat, text: str, said: Sequence[Said]) -> list[int]:
     ids: list[int] = []
     at = 0
     for turn in said:
-        ended = turn.tail != "" and form.closing.startswith(turn.tail)
-        begin = text.find(turn.text if ended else turn.text + form.closing, at)
+        laid_out, ended = turn.text, turn.tail != "" and form.closing.startswith(turn.tail)
+        if _ends(form, turn.ids):
+            laid_out, ended = turn.text.removesuffix(turn.tail) + form.ending, True
+        begin = text.find(laid_out if ended else laid_out + form.closing, at)
         if begin < 0 or not turn.text:
             continue
         ids += form.encode(text[at:begin], behind_end=_ends(form, ids))
         ids += turn.ids
-        at = begin + len(turn.text)
+        at = begin + len(laid_out)
     return ids + form.encode(text[at:], behind_end=_ends(form, ids))
 
 

@@ -18,7 +18,7 @@ from operators.engine.precision import Sliced, quantise
 from operators.engine.precision.intake import Intake
 from operators.engine.sampling_params import Sampling
 from operators.engine.self_test import adapt
-from operators.engine.stop_strings import StopStrings, end_tokens, split
+from operators.engine.stop_strings import StopStrings, stops_of
 from operators.models.borders import longest
 from operators.models.loading import load_merged, load_tokenizer
 from operators.models.merged_adapters import Merged
@@ -74,14 +74,14 @@ def build_native(
             arrives_quantised=context.quantized is not None, sliced=sliced,
         )  # fmt: skip
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-    ends, stop = stops_of(declaration, tokenizer, model, vocabulary)
+    ends, stop = stops_of(tokenizer, model, declaration.stop, vocabulary, chat=declaration.chat)
     engine = Engine(
         model,
         slots=declaration.slots,
         context_tokens=context_tokens,
         sampling=sampling_of(declaration),
         end_tokens=sorted(ends),
-        stop=stop,
+        stop=StopStrings(tokenizer, stop) if stop else None,
         kernel=tested.kernel,
         fused=tested.fused if declaration.weights == "model" else None,
         token_bytes=tested.token_bytes,
@@ -103,15 +103,6 @@ def sampling_of(declaration: GeneratorKnobs) -> Sampling:
         min_p=declaration.min_p,
         repetition_penalty=declaration.repetition_penalty,
     )
-
-
-def stops_of(
-    declaration: GeneratorKnobs, tokenizer: Any, model: Any, vocabulary: int
-) -> tuple[frozenset[int], StopStrings | None]:
-    """Tokens, and strings, at which a completion ends."""
-    special, strings = split(tokenizer, declaration.stop, vocabulary)
-    ends = frozenset([*special, *end_tokens(model, tokenizer)])
-    return ends, StopStrings(tokenizer, strings) if strings else None
 
 
 def context_tokens_of(declaration: GeneratorKnobs, config: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -78,6 +79,8 @@ class GeneratorKnobs(Generate):
     where one of them is given, and this project's engine samples."""
     chat: bool = False
     """Prompts are chat messages as JSON, laid out by the tokenizer's chat template."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """The chat template's own options, as {"enable_thinking": False}; a row's column of this name goes before."""
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -177,6 +180,7 @@ class GeneratorKnobs(Generate):
                 f"'{self.name}' needs stop as a tuple of token ids and strings that are not empty, "
                 f'but got {self.stop!r}; give it as stop=("END",)'
             )
+        found += options_faults(self.name, self.chat, self.chat_template_kwargs)
         if self.on_update not in ("keep", "recompute"):
             found.append(
                 f'\'{self.name}\' got on_update={self.on_update!r}, which is not known; use "keep" or "recompute"'
@@ -217,6 +221,14 @@ class GeneratorKnobs(Generate):
                 f'give it a Model with head="lm"'
             )
         return found
+
+
+def options_faults(name: str, chat: bool, options: object) -> list[str]:
+    """What is wrong with options of a chat template."""
+    if options is None or (chat and isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
+        return []
+    do = 'give an object, as {"enable_thinking": False}' if chat else "set chat=True, or leave them out"
+    return [f"'{name}' has chat_template_kwargs={options!r}, which no chat template is given; {do}"]
 
 
 def _is_stop(value: object) -> bool:

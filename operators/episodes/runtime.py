@@ -43,7 +43,7 @@ from operators.episodes.turn_requests import request_rows
 from operators.episodes.worlds import Worlds, row_bytes
 from operators.generation import groups
 from operators.generation.groups import PromptGroup
-from operators.generation.tokenize import encode
+from operators.generation.tokenize import RowLayout, encode
 from operators.models.loading import load_tokenizer
 from operators.tools.toolbox import Toolbox
 
@@ -129,7 +129,8 @@ class EpisodesRuntime(Runtime):
         assert episode.generator is not None and episode.generator.uses is not None, "the graph was checked"
         self._tokenizer = load_tokenizer(episode.generator.uses)
         self._masks = SAMPLING_MASK in episode.provides({})
-        self._form = ChatFormat(self._tokenizer) if episode.traits.chat else None
+        options = getattr(episode.generator, "chat_template_kwargs", None) or {}
+        self._form = ChatFormat(self._tokenizer, **options) if episode.traits.chat else None
         self._plain = PlainContext(self._tokenizer)
         box = episode.toolbox(self._form)
         self._told_tools: Sequence[Message] = () if box is None else box.in_template
@@ -174,13 +175,14 @@ class EpisodesRuntime(Runtime):
             return
         records = batch.records
         texts = records.column(PROMPT).to_pylist()
-        encoded = self._encoded(texts)
+        layouts = RowLayout.of_rows(records)
+        encoded = self._encoded(texts, layouts)
         read = records.select(list(self._episode.signature.annotations))
         rounds = records.column(ROUND_SIZE).to_pylist()
         for group in groups.of_prompts(batch, encoded, self._episode.rollouts_per_prompt):
             self._owed += group.size
-            text = texts[group.row]
-            episodes = [self._made(group, position, read, text) for position in range(group.size)]
+            text, layout = texts[group.row], layouts[group.row]
+            episodes = [self._made(group, at, read, self._begins(group, text, layout)) for at in range(group.size)]
             self._episodes[id(group)] = episodes
             if not group.left:
                 self._complete.append(group)
@@ -240,24 +242,23 @@ class EpisodesRuntime(Runtime):
         for files in self._files.values():
             files.close()
 
-    def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, prompt: str) -> LiveEpisode:
+    def _made(self, group: PromptGroup, position: int, read: pa.RecordBatch, begin: Begin) -> LiveEpisode:
         key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
-        talk = RolloutConversations(
-            key=key, max_turns=self._episode.max_turns, max_tokens=self._episode.max_tokens or UNBOUNDED,
-            begin=self._begins(group, prompt),
-        )  # fmt: skip
+        most, turns = self._episode.max_tokens or UNBOUNDED, self._episode.max_turns
+        talk = RolloutConversations(key=key, max_turns=turns, max_tokens=most, begin=begin)
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
 
-    def _encoded(self, prompts: Sequence[str]) -> list[AnyArray | str]:
+    def _encoded(self, prompts: Sequence[str], layouts: Sequence[RowLayout]) -> list[AnyArray | str]:
         """Tokens of prompts, or what is wrong with them."""
         return encode(
-            self._tokenizer, prompts, node=self._name, chat=self._form is not None, context_tokens=UNBOUNDED,
+            self._tokenizer, prompts, layouts, node=self._name, template=self._form, context_tokens=UNBOUNDED,
             tools=self._told_tools,
         )  # fmt: skip
 
-    def _begins(self, group: PromptGroup, prompt: str) -> Begin:
+    def _begins(self, group: PromptGroup, prompt: str, layout: RowLayout) -> Begin:
         """What conversations of a rollout begin with."""
-        return ConversationStarts(self._plain, self._form, self._episode.past, group.prompt, prompt, self._told_tools)
+        form, tools = (None, ()) if self._form is None or not group.left else layout.of(self._form, self._told_tools)
+        return ConversationStarts(self._plain, form, self._episode.past, group.prompt, prompt, tools)
 
     def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:
         """What is asked."""
@@ -341,8 +342,8 @@ class EpisodesRuntime(Runtime):
             group, talk = each.group, each.talk
             if error is not None:
                 each.error = error
-            if self._form is not None and self._told_tools:
-                text = self._form.spoken(tokens.ids.tolist())
+            if isinstance(begin := talk.begin, ConversationStarts) and begin.form is not None and begin.tools:
+                text = begin.form.spoken(tokens.ids.tolist())
             kept = None if error is not None else talk.answer(each.turn[0], tokens, text, reason, temperature)
             self._told.append((each, each.turn, None if kept is None else kept.turn.text))
             if kept is None:

@@ -111,7 +111,7 @@ class ChatContext:
         later. tools: their definitions."""
         self._form, self._messages, self._past, self._tools = form, messages, past, tools
         self._talk = Conversation(form, messages, past=past, tools=tools)
-        self._begin = len(self._messages)
+        self._begin = len(self._talk.messages)
         """Messages that the conversation began with, or was rewritten to."""
         self._had: list[SaidTurn] = []
         """The turns that it has."""
@@ -134,24 +134,21 @@ class ChatContext:
         is_known = had <= len(turns) and all(one is other for one, other in zip(self._had, turns, strict=False))
         if not is_known or self._beyond not in [((), None), *((turn.heard, turn.rewritten) for turn in more[:1])]:
             self._talk = Conversation(self._form, self._messages, past=self._past, tools=self._tools)
-            self._begin = len(self._messages)
+            self._begin = len(self._talk.messages)
             self._had, self._beyond, more = [], ((), None), turns
         for turn in more:
             if self._beyond != (turn.heard, turn.rewritten):
                 self._go_on(turn.heard, turn.rewritten)
-            self._talk.say(turn.tokens, text=turn.text)
+            self._talk.say(turn.tokens, text=self._talk.begins + turn.text)
             self._beyond = (), None
         self._had = list(turns)
 
     def _go_on(self, heard: Sequence[Heard], rewritten: str | None) -> None:
         if rewritten is not None:
             how = json.loads(rewritten)
-            if "keep" in how:
-                messages = self._kept(how["keep"])
-            else:
-                messages = _messages(how)
-                self._begin = len(messages)
-            self._talk.rewrite(messages)
+            self._talk.rewrite(self._kept(how["keep"]) if "keep" in how else _messages(how))
+            if "keep" not in how:
+                self._begin = len(self._talk.messages)
         self._talk.hear(*messages_of(heard))
         self._beyond = tuple(heard), rewritten
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 from dataflow.errors import OperatorError
 from dataflow.records import COMPLETION, GROUP_ID, MASK, PROMPT, TOKENS, AnyArray
 from dataflow.tokens.ragged import list_lengths
+from operators.chat.chat_template import ChatTemplate
 from operators.forward_pass.knobs import RewardKnobs
 from operators.forward_pass.own_tokens import disagreement
 from operators.forward_pass.query import ModelQuery, lists
@@ -35,6 +36,7 @@ class OwnText:
         judge takes. Raises OperatorError when steps are wanted and the tokenizer does not say where tokens stand."""
         self.forward = forward
         self._declaration, self._node, self._tokenizer = declaration, node, tokenizer
+        self._template = ChatTemplate(tokenizer) if declaration.chat else None
         self._policy_tokenizer, self._most = policy_tokenizer, context_tokens
         self._is_checked = declaration.per != "step"
         embedding = forward.module.get_input_embeddings()
@@ -54,9 +56,7 @@ class OwnText:
         columns = (rows.column(name).to_pylist() for name in (PROMPT, COMPLETION))
         for row, (prompt, completion) in enumerate(zip(*columns, strict=True)):
             try:
-                texts[row] = lay_out(
-                    self._tokenizer, prompt, completion, chat=self._declaration.chat, suffix=self._declaration.suffix
-                )
+                texts[row] = lay_out(self._template, prompt, completion, suffix=self._declaration.suffix)
             except Exception as error:  # a template may raise what it likes
                 failures[row] = str(error)
         sequences: dict[int, _Sequence] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dataflow.records import AnyArray
+from operators.chat.chat_template import ChatTemplate, beginning_of
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,21 @@ class Laid:
     """Its first character."""
 
 
-def lay_out(tokenizer: Any, prompt: str | None, completion: str | None, *, chat: bool, suffix: str) -> Laid:
-    """Prompt, completion and suffix; by the tokenizer's chat template where `chat`.
+def lay_out(template: ChatTemplate | None, prompt: str | None, completion: str | None, *, suffix: str) -> Laid:
+    """Prompt, completion and suffix; by a chat template, if any.
 
     Then the prompt is a list of {"role", "content"} as JSON, or the user's words. Raises ValueError when there is no
     text, and when the template does not keep the completion as it is.
     """
     if prompt is None or completion is None:
         raise ValueError(f"the {'prompt' if prompt is None else 'completion'} is null; give every row a text")
-    if not chat:
+    if template is None:
         return Laid(prompt + completion + suffix, len(prompt))
-    messages = [*_messages(prompt), {"role": "assistant", "content": completion}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    messages = _messages(prompt)
+    begun = beginning_of(messages)
+    said = messages if begun is None else messages[:-1]
+    turn = {"role": "assistant", "content": (begun or "") + completion}
+    text = template.render([*said, turn], opens=False)
     begin = text.rfind(completion)
     if begin < 0:
         raise ValueError(

@@ -15,6 +15,7 @@ from dataflow.rules.leave import enough, leaves
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from dataflow.weight_ends import WeightsIn
+from operators.chat.chat_template import ChatTemplate
 from operators.engine.decode import PREFILL_TOKENS
 from operators.engine.knobs import GeneratorKnobs
 from operators.engine.make import make_engine
@@ -26,7 +27,7 @@ from operators.generation.decode_times import DecodeTimes
 from operators.generation.groups import PromptGroup
 from operators.generation.partial_rollouts import partial_rollouts_of
 from operators.generation.sampled_with import SampledWith
-from operators.generation.tokenize import encode
+from operators.generation.tokenize import RowLayout, encode
 from operators.generation.turn_groups import answers, turns_of
 from operators.generation.turns import no_turns, with_turns
 from operators.models.read_weights import ReadWeights
@@ -49,6 +50,8 @@ class GeneratorRuntime(Runtime):
         self.engine, self.tokenizer, self._ends = built.engine, built.tokenizer, built.ends
         self._native = built.native
         self._stops = StopCache(built.tokenizer, built.ends)
+        options = declaration.chat_template_kwargs or {}
+        self._template = ChatTemplate(built.tokenizer, **options) if declaration.chat else None
         self._context_tokens = self.engine.context_tokens
         bounds = with_turns(context.bounds, context.episodes)
         self._admission: Admission[PromptGroup] = Admission(bounds, declaration.in_flight)
@@ -95,7 +98,7 @@ class GeneratorRuntime(Runtime):
             return turns_of(batch, self._context_tokens, self.engine.vocabulary, self._context.node)
         texts = batch.records.column(PROMPT).to_pylist()
         encoded = encode(
-            self.tokenizer, texts, node=self._context.node, chat=self._declaration.chat,
+            self.tokenizer, texts, RowLayout.of_rows(batch.records), node=self._context.node, template=self._template,
             context_tokens=self._context_tokens, vocabulary=self.engine.vocabulary,
         )  # fmt: skip
         return groups.of_prompts(batch, encoded, self._declaration.group_size)

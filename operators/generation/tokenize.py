@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -14,8 +15,9 @@ import pyarrow.compute as pc
 from dataflow.errors import RecordError
 from dataflow.model import Model
 from dataflow.node import Generate
-from dataflow.records import AnyArray
+from dataflow.records import CHAT_TEMPLATE_KWARGS, PROMPT, TOOLS, AnyArray
 from dataflow.scoring.failure import TOO_LONG, UNUSABLE, RolloutFailure
+from operators.chat.chat_template import ChatTemplate, Message, text_ids
 
 _LOOKED_BYTES = 8 << 20
 """Of prompts that are made tokens of to know how many are too long: a second or two."""
@@ -24,32 +26,70 @@ _LAID_OUT_BYTES = 256
 _LEAST_CONTEXT = 512
 """Tokens that every model of any use has."""
 
+T = TypeVar("T", bound=ChatTemplate)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """What a row itself says of how its chat is laid out, as JSON; null where it says nothing. Reading it raises
+    ValueError."""
+
+    tools: str | None = None
+    """Definitions of tools."""
+    options: str | None = None
+    """Of the chat template."""
+
+    @classmethod
+    def of_rows(cls, records: pa.RecordBatch | pa.Table) -> list[RowLayout]:
+        """Of each row, in its columns `tools` and `chat_template_kwargs`, where it has them as text."""
+        columns = [
+            records.column(name).to_pylist()
+            if name in records.schema.names and pa.types.is_string(records.schema.field(name).type)
+            else [None] * records.num_rows
+            for name in (TOOLS, CHAT_TEMPLATE_KWARGS)
+        ]
+        return [cls(*values) for values in zip(*columns, strict=True)]
+
+    def of(self, template: T, tools: Sequence[Message]) -> tuple[T, Sequence[Message]]:
+        """The template with the row's own options, and the tools that it is to tell of. tools: those of its episode, of
+        which a row may have some as its own."""
+        own: list[Message] = _read(TOOLS, self.tools, list) or []
+        unknown = [name for name in map(_name_of, own) if tools and name not in set(map(_name_of, tools))]
+        if unknown:
+            raise ValueError(
+                f"the row has tools that its episode has not; found {unknown} in column '{TOOLS}'; leave them out, or "
+                f"give them to the episode"
+            )
+        return template.given(_read(CHAT_TEMPLATE_KWARGS, self.options, dict) or {}), own or tools
+
 
 def encode(
-    tokenizer: Any, prompts: Sequence[str | None], *, node: str, chat: bool, context_tokens: int,
-    vocabulary: float = math.inf, tools: Sequence[Any] = (),
+    tokenizer: Any, prompts: Sequence[str | None], layouts: Sequence[RowLayout], *, node: str,
+    template: ChatTemplate | None, context_tokens: int, vocabulary: float = math.inf,
+    tools: Sequence[Message] = (),
 ) -> list[AnyArray | str]:  # fmt: skip
     """For each prompt its tokens, int64 [1 .. context_tokens - 1], or its failure as text.
 
-    node: whose failure that is. chat: the prompts are JSON lists of {"role", "content"}, laid out by the tokenizer's
-    chat template. vocabulary: tokens that the model knows, where that is told. tools: definitions that the template is
-    to tell of.
+    node: whose failure that is. layouts: what each row says of how it is laid out. template: lays the prompts out,
+    which are JSON lists of {"role", "content"}; None: they are texts. What the assistant has begun to say is gone on
+    with. vocabulary: tokens that the model knows, where that is told.
+    tools: definitions that the template is to tell of.
     """
-    found: list[AnyArray | str] = ["" for _ in prompts]
-    texts: dict[int, str] = {}
-    for place, prompt in enumerate(prompts):
+    made: list[AnyArray | str] = ["" for _ in prompts]
+    texts: dict[int, tuple[str, str]] = {}
+    for place, (prompt, layout) in enumerate(zip(prompts, layouts, strict=True)):
         try:
-            texts[place] = _chat_text(tokenizer, prompt, tools) if chat else _text(prompt)
+            texts[place] = (_text(prompt), "") if template is None else _laid_out(prompt, *layout.of(template, tools))
         except Exception as error:
-            found[place] = str(RolloutFailure(node, UNUSABLE, str(error)))
-    if texts:
-        rows = tokenizer(list(texts.values()), add_special_tokens=not chat)["input_ids"]
-        for place, ids in zip(texts, rows, strict=True):
-            found[place] = _checked(ids, context_tokens, vocabulary, node)
-    return found
+            made[place] = str(RolloutFailure(node, UNUSABLE, str(error)))
+    rows = text_ids(tokenizer, [text for text, _ in texts.values()], begins=template is None)
+    begun = text_ids(tokenizer, [content for _, content in texts.values()])
+    for place, ids, more in zip(texts, rows, begun, strict=True):
+        made[place] = _checked(ids + more, context_tokens, vocabulary, node)
+    return made
 
 
-def too_long(taker: Generate, prompts: pa.ChunkedArray) -> str:
+def too_long(taker: Generate, table: pa.Table) -> str:
     """How many prompts have no room in the context of what takes them, as a sentence; empty where all have some.
 
     Only prompts of as many bytes are made tokens of, and of very many some. Raises RecordError where none has room.
@@ -58,7 +98,7 @@ def too_long(taker: Generate, prompts: pa.ChunkedArray) -> str:
     from operators.models.loading import load_configs, load_tokenizer
 
     model, declared = taker.uses or getattr(taker, "model", None), taker.traits.context_tokens
-    bytes_of = pc.binary_length(prompts).to_numpy()
+    bytes_of = _bytes_of(table)
     if not isinstance(model, Model) or int(bytes_of.max()) + _LAID_OUT_BYTES < (declared or _LEAST_CONTEXT):
         return ""
     most = longest(model, load_configs(model)[0], declared)
@@ -67,29 +107,34 @@ def too_long(taker: Generate, prompts: pa.ChunkedArray) -> str:
     may_be = np.flatnonzero(bytes_of + _LAID_OUT_BYTES >= most)
     step = max(1, -(-int(bytes_of[may_be].sum()) // _LOOKED_BYTES))
     looked = may_be if step == 1 else np.random.default_rng(0).choice(may_be, -(-len(may_be) // step), replace=False)
-    texts = prompts.take(pa.array(looked)).to_pylist()
-    tokens = encode(load_tokenizer(model), texts, node=taker.name, chat=bool(taker.traits.chat), context_tokens=most)
+    rows, tokenizer = table.take(pa.array(looked)), load_tokenizer(model)
+    options = getattr(taker, "chat_template_kwargs", None) or {}
+    template = ChatTemplate(tokenizer, **options) if taker.traits.chat else None
+    texts, layouts = rows.column(PROMPT).to_pylist(), RowLayout.of_rows(rows)
+    tokens = encode(tokenizer, texts, layouts, node=taker.name, template=template, context_tokens=most)
     count = [RolloutFailure.read(each).cause for each in tokens if isinstance(each, str)].count(TOO_LONG)
     if not count:
         return ""
     number, about = round(count * len(may_be) / len(looked)), "about " if step > 1 else ""
     said = (
-        f"{about}{number} of {len(prompts)} prompts can never be trained: they are too long for '{taker.name}', whose "
+        f"{about}{number} of {len(table)} prompts can never be trained: they are too long for '{taker.name}', whose "
         f"context is {most} tokens, completion included; shorten them, leave them out with rows=, or raise "
         f"context_tokens"
     )
-    if count == len(prompts):
+    if count == len(table):
         raise RecordError(said)
     return said
 
 
-def _text(prompt: str | None) -> str:
-    if prompt is None:
-        raise ValueError("the prompt is null; give every row a text")
-    return prompt
+def _bytes_of(table: pa.Table) -> AnyArray:
+    """Of each row the bytes that its prompt is made of."""
+    names = [name for name in (PROMPT, TOOLS) if name in table.schema.names]
+    texts = [table.column(name) for name in names if pa.types.is_string(table.schema.field(name).type)]
+    lengths = [pc.fill_null(pc.binary_length(text), 0).to_numpy() for text in texts]
+    return np.stack(lengths).sum(axis=0)
 
 
-def _chat_text(tokenizer: Any, prompt: str | None, tools: Sequence[Any]) -> str:
+def _laid_out(prompt: str | None, template: ChatTemplate, tools: Sequence[Message]) -> tuple[str, str]:
     try:
         messages = json.loads(_text(prompt))
     except json.JSONDecodeError as error:
@@ -97,9 +142,32 @@ def _chat_text(tokenizer: Any, prompt: str | None, tools: Sequence[Any]) -> str:
             f"the prompt is not chat messages in JSON ({error}); found {_text(prompt)[:80]!r}; "
             f'give a list of {{"role", "content"}}, or turn off the chat knob'
         ) from error
-    return tokenizer.apply_chat_template(  # type: ignore[no-any-return]
-        messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-    )
+    return template.begun(messages, tools)
+
+
+def _name_of(tool: Message) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _read(column: str, text: str | None, kind: type) -> Any:
+    """The value of a row's own column. Raises ValueError for one of another kind."""
+    try:
+        value = None if text is None else json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(
+            f"column '{column}' holds no JSON {'list' if kind is list else 'object'}; found {str(text)[:80]!r}; "
+            f"mend the row"
+        )
+    return value
+
+
+def _text(prompt: str | None) -> str:
+    if prompt is None:
+        raise ValueError("the prompt is null; give every row a text")
+    return prompt
 
 
 def unknown_token(ids: Sequence[int] | AnyArray, vocabulary: float, node: str) -> str | None:

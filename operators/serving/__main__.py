@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataflowError, GraphError
 from dataflow.system.interrupts import asked_to_end, interrupted, status_of
@@ -79,6 +80,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
             record=record,
             most_waiting=arguments.most_waiting,
             chat_template=template,
+            chat_template_kwargs=arguments.chat_template_kwargs,
             vocabulary=built.engine.vocabulary,
             call_timeout_s=arguments.call_timeout,
         )
@@ -141,7 +143,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", help="float32, bfloat16 or float16")
     add("--threads", type=int, default=os.cpu_count() or 1, help="torch threads on a CPU")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template instead of the tokenizer's own")
+    add("--chat-template-kwargs", type=_object, metavar="JSON", help='its options, as {"enable_thinking": false}')
     return parser
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(text)
+    return found
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
+from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
 import structlog
@@ -15,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from operators.serving.apis.anthropic_messages import MESSAGES
+from operators.serving.apis.anthropic_messages import MESSAGES, parse_count
 from operators.serving.apis.api import Api
 from operators.serving.apis.openai_chat import CHAT_COMPLETIONS, COMPLETIONS
 from operators.serving.apis.openai_responses import RESPONSES
@@ -28,6 +29,7 @@ from operators.serving.service import Service
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Hosts that a server without a key answers to; a web page elsewhere cannot reach it under another name."""
 APIS = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, MESSAGES, TOKEN_ROUTE)
+COUNT_TOKENS = f"{MESSAGES.path}/count_tokens"
 NO_KEY = {"", "none", "empty", "no-key", "dummy"}
 """What callers send for a key where a server asks for none; anything else is a session."""
 GONE = "the client went away before the rollout ended"
@@ -82,10 +84,29 @@ def make_app(
 
         return route(api.path, answer, "POST", api.failed)
 
+    def model(name: str) -> dict[str, Any]:
+        """As OpenAI's clients and Anthropic's know one."""
+        created = datetime.fromtimestamp(service.started_s, UTC).isoformat().replace("+00:00", "Z")
+        return {
+            "id": name, "object": "model", "created": service.started_s, "owned_by": "dataflow", "type": "model",
+            "display_name": name, "created_at": created, "max_model_len": service.thread.engine.context_tokens,
+        }  # fmt: skip
+
     async def models(_: HttpRequest) -> Response:
-        model = {"id": service.model, "object": "model", "created": service.started_s, "owned_by": "dataflow"}
-        model["max_model_len"] = service.thread.engine.context_tokens
-        return JSONResponse({"object": "list", "data": [model]})
+        name = service.model
+        page = {"object": "list", "has_more": False, "first_id": name, "last_id": name}
+        return JSONResponse({**page, "data": [model(name)]})
+
+    async def named_model(http: HttpRequest) -> Response:
+        service.check_model(name := http.path_params["name"])
+        return JSONResponse(model(name))
+
+    async def count(http: HttpRequest) -> Response:
+        async with _body(http, service) as body:
+            request = parse_count(body, service.bounds)
+        service.check_model(request.model)
+        own = _key_of(http) if sessions is not None else _session_of(http, request.user, is_keyed=api_key is not None)
+        return JSONResponse({"input_tokens": service.count(request, own)})
 
     async def health(_: HttpRequest) -> Response:
         thread = service.thread
@@ -103,7 +124,9 @@ def make_app(
     app = Starlette(
         routes=[
             *map(served, APIS),
+            route(COUNT_TOKENS, count, "POST", MESSAGES.failed),
             route("/v1/models", models, "GET"),
+            route("/v1/models/{name:path}", named_model, "GET"),
             route("/health", health, "GET"),
         ],
         exception_handlers={HTTPException: _unrouted},
@@ -263,6 +286,7 @@ def _refusal(error: ApiError, failed: Failed = _openai_error) -> JSONResponse:
 async def _unrouted(http: HttpRequest, error: Exception) -> Response:
     """An address or method that is not served."""
     assert isinstance(error, HTTPException)
-    known = ", ".join([*(f"POST {api.path}" for api in APIS), "GET /v1/models", "GET /health"])
+    posts = [*(api.path for api in APIS), COUNT_TOKENS]
+    known = ", ".join([*(f"POST {path}" for path in posts), "GET /v1/models", "GET /health"])
     said = f"{http.method} {http.url.path} is not served ({error.detail}); this server has {known}"
     return _refusal(ApiError(error.status_code, said, code="not_found"))

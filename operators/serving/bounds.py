@@ -31,6 +31,8 @@ class Bounds:
     """Of each."""
     name_characters: int = 256
     """Of a model's, user's or session's name."""
+    samples: bool = True
+    """Whether a call says how it is sampled; in a run the run does, and what calls wish for is read and set aside."""
     characters_per_token: int = 16
     """A prompt's text, tools and messages as JSON have at most so many for each token of the context."""
 

@@ -58,7 +58,7 @@ class Choice:
         if len(ids) >= heard:
             self.tokens, self.alternatives = news.tokens, news.alternatives
         if news.reason is not None:
-            self.transcript.finish()
+            self.transcript.finish(int(ids[-1]) if news.reason == STOPPED and len(ids) else None)
             self.error = news.error
             self.refusal = news.refusal
             self.failed = {BROKEN: 500, ABORTED: 503}.get(news.reason) if news.refusal is None else news.refusal.status
@@ -127,7 +127,11 @@ class CallPrompt:
             if self.conversation is None or choice.failed or choice.message is None:
                 continue
             conversation = self.conversation.fork()
-            conversation.say(choice.tokens, begun=self.begun, text=choice.transcript.text, message=choice.message)
+            begins, message = conversation.begins, choice.message
+            if begins:
+                message = {**message, "content": begins + str(message["content"])}
+            text = begins + choice.transcript.text
+            conversation.say(choice.tokens, begun=self.begun, text=text, message=message)
             ids = [*self.group.prompt_tokens, *choice.tokens.ids.tolist()]
             yield self.group.rollout_id(position), conversation, ids
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from operators.chat.chat_template import text_ids
 from operators.serving.text import Vocabulary
 
 MOST_CHARACTERS = 1 << 25
@@ -102,5 +102,4 @@ def encode(vocabulary: Vocabulary, exchanges: Exchanges, text: str, *, session: 
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool) -> tuple[int, ...]:
-    ids: Sequence[int] = tokenizer(text, add_special_tokens=special)["input_ids"] if text else ()
-    return tuple(ids)
+    return tuple(text_ids(tokenizer, [text], begins=special)[0]) if text else ()

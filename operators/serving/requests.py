@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
-import reprlib
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from operators.serving.bounds import Bounds, read_json
 from operators.serving.errors import ApiError, bad
+from operators.serving.fields import flag_of, list_of, number_of, object_of, shown, text_of, whole_of
 
 Kind = Literal["completion", "chat"]
 
@@ -24,24 +22,43 @@ MOST_TOKENS = 2**31 - 1
 
 _SHARED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "seed", "logprobs", "stream",
-    "stream_options", "user", "top_k", "min_p", "repetition_penalty", "return_token_ids",
+    "stream_options", "user", "top_k", "min_p", "repetition_penalty", "return_token_ids", "stop_token_ids",
 }  # fmt: skip
 FIELDS: dict[Kind, set[str]] = {
     "completion": {*_SHARED, "prompt"},
-    "chat": {*_SHARED, "messages", "tools", "tool_choice", "top_logprobs"},
+    "chat": {
+        *_SHARED,
+        "messages",
+        "tools",
+        "tool_choice",
+        "top_logprobs",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+    },
 }
 """What each kind of call may ask for."""
 
 WITHOUT_EFFECT = {
     "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls",
+    "prompt_cache_options", "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction", "priority",
+    "cache_salt", "request_id",
 }  # fmt: skip
 """Fields that are accepted with any value, since no value changes what is generated here."""
 
+WISHES: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "bad_words": ([],),
+    "length_penalty": (1,),
+}  # fmt: skip
+"""How tokens are to be drawn, beside the knobs of `Request`, with the values that ask for nothing: no others can be
+granted, so that they are refused, but where no wish of a call's is (`Bounds.samples`)."""
+
 ONLY: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
+    **WISHES,
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -49,10 +66,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Fields that are accepted with the values that ask for nothing."""
-
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +78,10 @@ class Request:
     """Of a completion: texts or token ids."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """Of a chat."""
+    begun: str = ""
+    """What the assistant has begun to say in its turn, which the policy is to go on with."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template."""
     tools: tuple[Mapping[str, Any], ...] = ()
     must_call: tuple[str, ...] = ()
     """Names of tools of which one has to be called; none: none has to."""
@@ -98,6 +115,14 @@ class Request:
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What was asked for beside the prompt, as it is recorded."""
+        names = ("max_tokens", "n", "stop", "stop_tokens", "seed")
+        given = {"tools": list(self.tools), "must_call": list(self.must_call), "chat_template_kwargs": self.options}
+        asked = {name: value for name, value in given.items() if value}
+        return {**self.knobs, **{name: getattr(self, name) for name in names}, **asked}
+
 
 def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
     """The call that a JSON body asks for. Raises ApiError (400) for what is wrong, unknown or cannot be done."""
@@ -108,42 +133,46 @@ def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
         )
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        _check_known(kind, name, value)
+        _check_known(kind, name, value, bounds)
     chat = kind == "chat"
-    n = _whole(given, "n", 1, least=1, most=MOST_CHOICES)
+    messages, begun = _begun(given, _messages(given, bounds)) if chat else ((), "")
+    n = whole_of(given, "n", 1, least=1, most=MOST_CHOICES)
     return Request(
         kind=kind,
-        model=_text(given, "model", bounds.name_characters),
+        model=text_of(given, "model", bounds.name_characters),
         prompts=() if chat else _prompts(given, bounds.rollouts // n),
-        messages=_messages(given, bounds) if chat else (),
+        messages=messages,
+        begun=begun,
+        options=object_of(given, "chat_template_kwargs"),
         tools=_tools(given) if chat else (),
         must_call=_must_call(given) if chat else (),
         max_tokens=_max_tokens(kind, given),
-        temperature=_number(given, "temperature", 1.0, least=0.0),
-        top_p=_number(given, "top_p", 1.0, above=0.0, most=1.0),
-        min_p=_number(given, "min_p", 0.0, least=0.0, most=1.0),
-        repetition_penalty=_number(given, "repetition_penalty", 1.0, above=0.0),
-        top_k=max(0, _whole(given, "top_k", 0, least=-1, most=MOST_TOKENS)),
+        temperature=number_of(given, "temperature", 1.0, least=0.0),
+        top_p=number_of(given, "top_p", 1.0, above=0.0, most=1.0),
+        min_p=number_of(given, "min_p", 0.0, least=0.0, most=1.0),
+        repetition_penalty=number_of(given, "repetition_penalty", 1.0, above=0.0),
+        top_k=max(0, whole_of(given, "top_k", 0, least=-1, most=MOST_TOKENS)),
         n=n,
         stop=_stop(given, bounds),
-        seed=_whole(given, "seed", None, least=-(2**63), most=2**63 - 1) if "seed" in given else None,
+        stop_tokens=_stop_tokens(given, bounds),
+        seed=whole_of(given, "seed", None, least=-(2**63), most=2**63 - 1) if "seed" in given else None,
         logprobs=_logprobs(kind, given),
         alternatives=_alternatives(kind, given),
-        stream=_flag(given, "stream"),
+        stream=flag_of(given, "stream"),
         include_usage=_include_usage(given),
-        return_token_ids=_flag(given, "return_token_ids"),
-        user=_text(given, "user", bounds.name_characters) if "user" in given else None,
+        return_token_ids=flag_of(given, "return_token_ids"),
+        user=text_of(given, "user", bounds.name_characters) if "user" in given else None,
     )
 
 
-def _check_known(kind: Kind, name: str, value: Any) -> None:
-    if name in FIELDS[kind] or name in WITHOUT_EFFECT:
+def _check_known(kind: Kind, name: str, value: Any, bounds: Bounds) -> None:
+    if name in FIELDS[kind] or name in WITHOUT_EFFECT or (name in WISHES and not bounds.samples):
         return
     if name in ONLY:
         if not any(value == allowed for allowed in ONLY[name]):
             raise bad(
                 name,
-                f"'{name}' is not supported here; found {_shown(value)}; leave it out, or send {ONLY[name][0]!r}",
+                f"'{name}' is not supported here; found {shown(value)}; leave it out, or send {ONLY[name][0]!r}",
                 "unsupported_parameter",
             )
         return
@@ -151,7 +180,7 @@ def _check_known(kind: Kind, name: str, value: Any) -> None:
     hint = f"did you mean '{close[0]}'?" if close else "leave it out"
     raise bad(
         name[:80],
-        f"'{name[:80]}' is not a field that this server knows; found {_shown(value)}; {hint}",
+        f"'{name[:80]}' is not a field that this server knows; found {shown(value)}; {hint}",
         "unknown_parameter",
     )
 
@@ -163,7 +192,7 @@ def _prompts(given: Mapping[str, Any], most: int) -> tuple[str | tuple[int, ...]
     if found is None or not many or not all(isinstance(one, str) or _is_ids(one) for one in many):
         raise bad(
             "prompt",
-            f"'prompt' must be a text, a list of texts, token ids, or a list of token id lists; found {_shown(found)}; "
+            f"'prompt' must be a text, a list of texts, token ids, or a list of token id lists; found {shown(found)}; "
             f"give at least one, none of them empty",
             "missing_required_parameter" if found is None else "invalid_value",
         )
@@ -181,7 +210,7 @@ def _messages(given: Mapping[str, Any], bounds: Bounds) -> tuple[Mapping[str, An
     if not isinstance(found, list) or not found or not all(isinstance(message, dict) for message in found):
         raise bad(
             "messages",
-            f'\'messages\' must be a list of {{"role", "content"}}; found {_shown(found)}; give at least one',
+            f'\'messages\' must be a list of {{"role", "content"}}; found {shown(found)}; give at least one',
             "missing_required_parameter" if found is None else "invalid_value",
         )
     if len(found) > bounds.messages:
@@ -189,16 +218,35 @@ def _messages(given: Mapping[str, Any], bounds: Bounds) -> tuple[Mapping[str, An
     return tuple(_message(place, message, bounds.values) for place, message in enumerate(found))
 
 
+def _begun(
+    given: Mapping[str, Any], messages: tuple[Mapping[str, Any], ...]
+) -> tuple[tuple[Mapping[str, Any], ...], str]:
+    """Messages, and what the assistant has begun to say behind them, where it is to go on."""
+    goes_on, opens = flag_of(given, "continue_final_message"), given.get("add_generation_prompt", True)
+    last = messages[-1]
+    if not goes_on and opens is not True:
+        raise bad(
+            "add_generation_prompt", f"a call is for a turn of the assistant's; found add_generation_prompt "
+            f"{shown(opens)}; leave it out, or send continue_final_message=true", "unsupported_parameter",
+        )  # fmt: skip
+    if goes_on and (last["role"] != "assistant" or last.get("tool_calls") or len(messages) < 2):
+        raise bad(
+            "continue_final_message", f"only a text of the assistant's behind other messages is gone on with; found a "
+            f"last message {shown(last)}; send one, or leave continue_final_message out",
+        )  # fmt: skip
+    return (messages[:-1], last["content"]) if goes_on else (messages, "")
+
+
 def _message(place: int, message: Mapping[str, Any], values: int) -> Mapping[str, Any]:
     """A message as chat templates take it: no nulls, text content in one piece, arguments of tool calls as objects."""
     where = f"messages[{place}]"
     made = {name: value for name, value in message.items() if value is not None}
     if not isinstance(made.get("role"), str):
-        raise bad(f"{where}.role", f'\'{where}\' needs a role; found {_shown(message)}; add "role": "user", say')
+        raise bad(f"{where}.role", f'\'{where}\' needs a role; found {shown(message)}; add "role": "user", say')
     made["content"] = _content(f"{where}.content", made.get("content", ""))
     if "tool_calls" in made:
         made["tool_calls"] = [
-            _tool_call(f"{where}.tool_calls", call, values) for call in _list(where, made["tool_calls"])
+            _tool_call(f"{where}.tool_calls", call, values) for call in list_of(where, made["tool_calls"])
         ]
     return made
 
@@ -206,11 +254,11 @@ def _message(place: int, message: Mapping[str, Any], values: int) -> Mapping[str
 def _content(where: str, content: Any) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts = []
-    for part in _list(where, parts):
+    for part in list_of(where, parts):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise bad(
                 where,
-                f"'{where}' may be a text or parts of type text; found {_shown(part)}; "
+                f"'{where}' may be a text or parts of type text; found {shown(part)}; "
                 f'send {{"type": "text", "text": ...}}',
                 "unsupported_content",
             )
@@ -221,7 +269,7 @@ def _content(where: str, content: Any) -> str:
 def _tool_call(where: str, call: Any, values: int) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise bad(where, f"'{where}' holds something that is no call of a function: {_shown(call)}; mend it")
+        raise bad(where, f"'{where}' holds something that is no call of a function: {shown(call)}; mend it")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -232,9 +280,9 @@ def _tool_call(where: str, call: Any, values: int) -> Any:
 
 
 def _tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    found = _list("tools", given.get("tools", []))
+    found = list_of("tools", given.get("tools", []))
     if not all(isinstance(tool, dict) for tool in found):
-        raise bad("tools", f"'tools' must be a list of objects; found {_shown(found)}; mend it")
+        raise bad("tools", f"'tools' must be a list of objects; found {shown(found)}; mend it")
     return () if given.get("tool_choice") == "none" else tuple(found)
 
 
@@ -251,7 +299,7 @@ def _must_call(given: Mapping[str, Any]) -> tuple[str, ...]:
     raise bad(
         "tool_choice",
         f"'tool_choice' may be auto, none, required, or a function among the tools of the call; found "
-        f"{_shown(choice)} and tools {_shown(names)}; send tools, and one of these",
+        f"{shown(choice)} and tools {shown(names)}; send tools, and one of these",
     )
 
 
@@ -266,21 +314,21 @@ def _max_tokens(kind: Kind, given: Mapping[str, Any]) -> int | None:
     asked = {name: given[name] for name in ("max_completion_tokens", "max_tokens") if name in given}
     if len(set(map(str, asked.values()))) > 1:
         raise bad(
-            "max_tokens", f"'max_tokens' and 'max_completion_tokens' differ; found {_shown(asked)}; send one of them"
+            "max_tokens", f"'max_tokens' and 'max_completion_tokens' differ; found {shown(asked)}; send one of them"
         )
     for name in asked:
-        return int(_whole(given, name, 0, least=1, most=MOST_TOKENS))
+        return int(whole_of(given, name, 0, least=1, most=MOST_TOKENS))
     return 16 if kind == "completion" else None
 
 
 def _logprobs(kind: Kind, given: Mapping[str, Any]) -> bool:
     """Whether each sampled token's log-probability is asked for."""
-    return "logprobs" in given if kind == "completion" else _flag(given, "logprobs")
+    return "logprobs" in given if kind == "completion" else flag_of(given, "logprobs")
 
 
 def _alternatives(kind: Kind, given: Mapping[str, Any]) -> int:
     most = "top_logprobs" if kind == "chat" else "logprobs"
-    count = int(_whole(given, most, 0, least=0, most=MOST_ALTERNATIVES))
+    count = int(whole_of(given, most, 0, least=0, most=MOST_ALTERNATIVES))
     if count and kind == "chat" and not given.get("logprobs"):
         raise bad(most, f"'{most}' needs log-probabilities; found {count} without them; send logprobs=true")
     return count
@@ -290,7 +338,7 @@ def _stop(given: Mapping[str, Any], bounds: Bounds) -> tuple[str, ...]:
     found = given.get("stop", [])
     texts = [found] if isinstance(found, str) else found
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise bad("stop", f"'stop' must be a text or a list of texts, none empty; found {_shown(found)}; mend it")
+        raise bad("stop", f"'stop' must be a text or a list of texts, none empty; found {shown(found)}; mend it")
     longest = max(map(len, texts), default=0)
     if len(texts) > bounds.stops or longest > bounds.stop_characters:
         raise bad(
@@ -301,64 +349,18 @@ def _stop(given: Mapping[str, Any], bounds: Bounds) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
+def _stop_tokens(given: Mapping[str, Any], bounds: Bounds) -> tuple[int, ...]:
+    stops = given.get("stop_token_ids", [])
+    if not isinstance(stops, list) or len(stops) > bounds.stops or not all(type(one) is int for one in stops):
+        raise bad("stop_token_ids", f"'stop_token_ids' must be a list of ids; found {shown(stops)}; mend it")
+    return tuple(stops)
+
+
 def _include_usage(given: Mapping[str, Any]) -> bool:
     options = given.get("stream_options", {})
     known = {"include_usage", "include_obfuscation"}
     if not isinstance(options, dict) or not set(options) <= known:
-        raise bad("stream_options", f"'stream_options' knows {sorted(known)}; found {_shown(options)}; mend it")
+        raise bad("stream_options", f"'stream_options' knows {sorted(known)}; found {shown(options)}; mend it")
     if options and not given.get("stream"):
         raise bad("stream_options", "'stream_options' needs a stream; found stream unset; send stream=true")
-    return _flag(options, "include_usage")
-
-
-def _text(given: Mapping[str, Any], name: str, most: int) -> str:
-    found = given.get(name)
-    if not isinstance(found, str) or not 0 < len(found) <= most:
-        code = "missing_required_parameter" if found is None else "invalid_value"
-        raise bad(name, f"'{name}' must be a text of at most {most} characters; found {_shown(found)}; give one", code)
-    return found
-
-
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    found = given.get(name, False)
-    if not isinstance(found, bool):
-        raise bad(name, f"'{name}' must be true or false; found {_shown(found)}; mend it")
-    return found
-
-
-def _list(where: str, found: Any) -> list[Any]:
-    if not isinstance(found, list):
-        raise bad(where, f"'{where}' must be a list; found {_shown(found)}; mend it")
-    return found
-
-
-def _whole(given: Mapping[str, Any], name: str, default: int | None, *, least: int, most: int | None = None) -> Any:
-    found = given.get(name, default)
-    if type(found) is not int or found < least or (most is not None and found > most):
-        upto = "" if most is None else f" and at most {most}"
-        raise bad(name, f"'{name}' must be a whole number of at least {least}{upto}; found {_shown(found)}; mend it")
-    return found
-
-
-def _number(
-    given: Mapping[str, Any],
-    name: str,
-    default: float,
-    *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = math.inf,
-) -> float:
-    found = given.get(name, default)
-    fits = isinstance(found, int | float) and not isinstance(found, bool) and abs(found) <= sys.float_info.max
-    if not fits or found < least or found <= above or found > most:
-        range_ = f"above {above:g}" if above > -math.inf else f"of at least {least:g}"
-        upto = "" if most == math.inf else f" and at most {most:g}"
-        raise bad(name, f"'{name}' must be a number {range_}{upto}; found {_shown(found)}; mend it")
-    return float(found)
-
-
-def _shown(value: Any) -> str:
-    """Of a value whatever its size, what fits into a sentence."""
-    shown = _BRIEF.repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    return flag_of(options, "include_usage")

@@ -8,9 +8,8 @@ import json
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from dataflow.errors import RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.chat.call_opening import call_opening
 from operators.chat.chat_format import ChatError, ChatFormat
+from operators.chat.chat_template import ChatTemplate, mixed_stop
 from operators.chat.conversation import Past
 from operators.chat.tool_calls import format_of
 from operators.engine.finish_reasons import ABORTED
@@ -63,6 +63,7 @@ class Service:
         exchanges: int = 1024,
         past: Past = "sampled",
         bounds: Bounds | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Serve `model`, the name that callers use.
 
@@ -78,6 +79,7 @@ class Service:
             exchanges: how many earlier exchanges a prompt may go on from.
             past: what becomes of turns that the chat template writes otherwise once they are past.
             bounds: what a call may ask for.
+            chat_template_kwargs: options of the chat template, where a call does not say others.
         """
         self.bounds = bounds or Bounds()
         self.reading = Budget(self.bounds.bodies_bytes)
@@ -85,11 +87,18 @@ class Service:
         self.vocabulary = Vocabulary(tokenizer)
         self.started_s = int(time.time())
         self.recorded = 0
-        self._ends, self._make_sampling, self._make_stop = ends, make_sampling, make_stop
+        self._make_sampling, self._make_stop = make_sampling, make_stop
         self._on_rollout, self._numbers = tuple(on_rollout), numbers or GroupIds()
         self._exchanges = Exchanges(exchanges)
         self._log = structlog.get_logger()
-        self._sessions = self._sessions_of(tokenizer, past, exchanges)
+        options = chat_template_kwargs or {}
+        self._template = ChatTemplate(tokenizer, **options) if tokenizer.chat_template else None
+        self._sessions = self._sessions_of(tokenizer, options, past, exchanges)
+        self._turn_stops = () if self._sessions is None else self._sessions.form.stops
+        """Texts that end a turn in the chat template, where no token does."""
+        self._turn_ends = tuple(() if self._sessions is None else self._sessions.form.ends - ends)
+        """Tokens that end one, and at which the engine does not end any rollout."""
+        self._ends = ends.union(self._turn_ends)
         self.calls = None if self._sessions is None else format_of(self._sessions.form)
         """How the model writes calls of tools; None where that is not known."""
         if self._sessions is not None and self.calls is not None:
@@ -102,13 +111,7 @@ class Service:
         self.check_room(max(1, len(request.prompts)))
         if session is not None and len(session) > self.bounds.name_characters:
             raise bad("user", f"a session's name has at most {self.bounds.name_characters} characters; shorten it")
-        if not self.knows(request.model):
-            raise ApiError(
-                404,
-                f"there is no model {request.model!r} here; found {self.model!r} only; send that name",
-                param="model",
-                code="model_not_found",
-            )
+        self.check_model(request.model)
         if request.alternatives and not hasattr(self.thread.engine, "alternatives"):
             raise bad(
                 "top_logprobs" if request.kind == "chat" else "logprobs",
@@ -119,8 +122,7 @@ class Service:
             sampling = self._make_sampling(**request.knobs)
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
-        stops = request.stop or request.stop_tokens
-        stop = self._make_stop(request.stop, request.stop_tokens) if stops else None
+        stop = self._stops_of(request)
         request_id = f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
         parts = []
         for place, prompt in enumerate(self._encoded(request, session)):
@@ -133,6 +135,16 @@ class Service:
         self._calls.add(call)
         return call
 
+    def _stops_of(self, request: Request) -> Any:
+        """What ends its rollouts beside the engine's own; None: nothing. Raises ApiError."""
+        for text in request.stop:
+            if (fault := mixed_stop(text, self.vocabulary.special)) is not None:
+                raise bad("stop", fault, "unsupported_parameter")
+        texts, tokens = request.stop, request.stop_tokens
+        if request.kind == "chat":
+            texts, tokens = (*texts, *self._turn_stops), (*tokens, *self._turn_ends)
+        return self._make_stop(texts, tokens) if texts or tokens else None
+
     def check_room(self, prompts: int = 1) -> None:
         """Whether the engine would take so many more. Raises ApiError: 429, 503."""
         with _refused():
@@ -141,6 +153,16 @@ class Service:
     def knows(self, model: str) -> bool:
         """Whether it serves a model of this name."""
         return model == self.model
+
+    def check_model(self, model: str) -> None:
+        """Whether it serves a model of this name. Raises ApiError (404)."""
+        if not self.knows(model):
+            raise ApiError(
+                404,
+                f"there is no model {model!r} here; found {self.model!r} only; send that name",
+                param="model",
+                code="model_not_found",
+            )
 
     def forget(self, session: str) -> None:
         """Nothing goes on from what was said in a session any more."""
@@ -159,10 +181,14 @@ class Service:
         for call in list(self._calls):
             self.end(call, why)
 
-    def _sessions_of(self, tokenizer: Any, past: Past, most: int) -> Sessions | None:
+    def count(self, request: Request, session: str | None) -> int:
+        """How many tokens a call's prompts have. Raises ApiError."""
+        return sum(len(prompt.encoded.tokens) for prompt in self._encoded(request, session))
+
+    def _sessions_of(self, tokenizer: Any, options: Mapping[str, Any], past: Past, most: int) -> Sessions | None:
         """None where the chat template has no delimiters that could be told: its chats go on by their text."""
         try:
-            return Sessions(ChatFormat(tokenizer), past=past, most=most)
+            return Sessions(ChatFormat(tokenizer, **options), past=past, most=most)
         except ChatError as error:
             self._log.info("conversations go on by their text", why=str(error))
             return None
@@ -170,7 +196,8 @@ class Service:
     def _encoded(self, request: Request, session: str | None) -> list[AskedPrompt]:
         """Of each prompt: how it is recorded, its text, its tokens."""
         if request.kind == "chat":
-            shown = json.dumps(request.messages, ensure_ascii=False)
+            beginning = ({"role": "assistant", "content": request.begun},) if request.begun else ()
+            shown = json.dumps([*request.messages, *beginning], ensure_ascii=False)
             self._check_size("messages", shown)
             self._check_size("tools", json.dumps(request.tools))
             text = self._rendered(request)
@@ -180,7 +207,9 @@ class Service:
                 encoded = encode(self.vocabulary, self._exchanges, text, session=session, chat=True)
                 return [AskedPrompt(shown, text, encoded)]
             try:
-                conversation, encoded = self._sessions.begin(session, request.messages, request.tools)
+                conversation, encoded = self._sessions.begin(
+                    session, request.messages, request.tools, options=request.options, begins=request.begun
+                )
             except ChatError as error:
                 raise bad("messages", str(error)) from error
             encoded = replace(encoded, tokens=(*encoded.tokens, *begun))
@@ -229,25 +258,22 @@ class Service:
 
     def _rendered(self, request: Request) -> str:
         """The messages as the tokenizer's chat template lays them out."""
-        tokenizer = self.vocabulary.tokenizer
-        if not tokenizer.chat_template:
+        if self._template is None:
             raise ApiError(
                 400,
                 f"model {self.model!r} has no chat template; found none in its tokenizer; call /v1/completions, "
                 f"or start the server with --chat-template FILE",
                 code="no_chat_template",
             )
-        lay_out = partial(
-            tokenizer.apply_chat_template, list(request.messages), tokenize=False, add_generation_prompt=True
-        )
         try:
-            text = str(lay_out(tools=list(request.tools) or None))
-            ignored = bool(request.tools) and text == lay_out()
-        except Exception as error:
-            raise bad("messages", f"the chat template refuses the messages: {error}; mend them") from error
+            template = self._template.given(request.options)
+            text = template.render(request.messages, request.tools)
+            ignored = bool(request.tools) and text == template.render(request.messages)
+        except ChatError as error:
+            raise bad("messages", str(error)) from error
         if ignored:
             raise bad("tools", "the chat template has no place for tools; found some; leave them out", "unsupported")
-        return text
+        return template.headed(text, request.begun) + request.begun
 
     def _part(
         self,
@@ -276,14 +302,14 @@ class Service:
             parent=encoded.parent,
             reused=encoded.reused,
             seeds=[_seed(request.seed, place, position) for position in range(request.n)],
-            parameters=_parameters(request),
+            parameters=request.parameters,
         )
         first = place * request.n
         reads = self.calls if request.tools else None
         choices = [
             Choice(
                 first + i,
-                Transcript(self.vocabulary, request.stop, prompt.begun),
+                Transcript(self.vocabulary, request.stop, prompt.begun, self._turn_stops),
                 calls=reads,
                 tools=request.tools,
                 first_call=_first_call(encoded.tokens, first + i),
@@ -369,10 +395,3 @@ def _first_call(prompt: Sequence[int], index: int) -> int:
     """Number of the first call of a tool in a choice: the same for the same prompt, another at each turn of it."""
     ids = np.asarray(prompt, np.int64).tobytes()
     return int(xxhash.xxh3_64_intdigest(f"{index}/".encode() + ids) % 10**5)
-
-
-def _parameters(request: Request) -> dict[str, Any]:
-    names = ("max_tokens", "n", "stop", "stop_tokens", "seed")
-    tools = {"tools": list(request.tools)} if request.tools else {}
-    forced = {"must_call": list(request.must_call)} if request.must_call else {}
-    return {**request.knobs, **{name: getattr(request, name) for name in names}, **tools, **forced}

@@ -42,18 +42,25 @@ class Sessions:
         """Keys by session."""
 
     def begin(
-        self, session: str | None, messages: Sequence[Message], tools: Sequence[Message]
-    ) -> tuple[Conversation, Encoded]:
-        """The conversation that these messages go on with, or a new one, and its prompt's ids. Raises ChatError."""
-        found, count = self._latest(session, messages, tools)
+        self, session: str | None, messages: Sequence[Message], tools: Sequence[Message], *,
+        options: Mapping[str, Any] | None = None, begins: str = "",
+    ) -> tuple[Conversation, Encoded]:  # fmt: skip
+        """The conversation that these messages go on with, or a new one, and its prompt's ids. Raises ChatError.
+
+        options: of the chat template. begins: what the next turn is made to begin with.
+        """
+        form = self.form.given(options or {})
+        found, count = self._latest(session, messages, tools, form.options)
         if found is None:
-            conversation = Conversation(self.form, messages, tools=tools, past=self._past)
+            conversation = Conversation(form, messages, tools=tools, past=self._past, continues=False)
+            conversation.begin(begins)
             return conversation, Encoded(tuple(conversation.prompt().tolist()))
         conversation = found.conversation.fork()
         if any(message.get("role") == "assistant" for message in messages[count:]):
             conversation.rewrite(messages)
         else:
             conversation.hear(*messages[count:])
+        conversation.begin(begins)
         ids = tuple(conversation.prompt().tolist())
         size = len(found.ids)
         if ids[:size] != found.ids:
@@ -62,7 +69,7 @@ class Sessions:
 
     def add(self, session: str | None, conversation: Conversation, ids: Sequence[int], rollout_id: int) -> None:
         """Remember a conversation that ends with a turn of the policy's."""
-        *_, key = _keys(session, conversation.messages, conversation.tools)
+        *_, key = _keys(session, conversation.messages, conversation.tools, conversation.form.options)
         self._drop(key)
         self._known[key] = KnownTurn(conversation, rollout_id, tuple(ids), session)
         self._of.setdefault(session, set()).add(key)
@@ -76,10 +83,10 @@ class Sessions:
             self._drop(key)
 
     def _latest(
-        self, session: str | None, messages: Sequence[Message], tools: Sequence[Message]
+        self, session: str | None, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]
     ) -> tuple[KnownTurn | None, int]:
         """What is known of the longest beginning of the messages, and how many of them that are."""
-        for count, key in reversed(list(enumerate(_keys(session, messages, tools), 1))):
+        for count, key in reversed(list(enumerate(_keys(session, messages, tools, options), 1))):
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key], count
@@ -95,9 +102,11 @@ class Sessions:
                 del self._of[gone.session]
 
 
-def _keys(session: str | None, messages: Sequence[Message], tools: Sequence[Message]) -> Iterator[str]:
+def _keys(
+    session: str | None, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]
+) -> Iterator[str]:
     """A key for every beginning of the messages."""
-    digest = xxhash.xxh3_128(json.dumps([session, list(tools)], sort_keys=True).encode())
+    digest = xxhash.xxh3_128(json.dumps([session, list(tools), dict(options)], sort_keys=True).encode())
     for message in messages:
         digest.update(json.dumps(_plain(message), sort_keys=True).encode())
         yield digest.hexdigest()

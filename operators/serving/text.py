@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from operators.chat.chat_template import special_tokens
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BROKEN = "\ufffd"
 
@@ -21,17 +23,18 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self._kinds: dict[int, tuple[bool, bool]] = {}
         self._shown: frozenset[int] = frozenset()
-        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self.special = special_tokens(tokenizer)
+        """Ids of special tokens, by their text."""
+        self._hidden = frozenset(self.special.values())
 
     def show(self, text: str) -> None:
         """Special tokens that stand in this text are a part of the text of tokens from now on."""
-        names = zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True)
-        self._shown = frozenset(token for name, token in names if name in text)
+        self._shown = frozenset(token for name, token in self.special.items() if name in text)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of tokens, without special tokens unless asked for (or shown)."""
         if self._shown and not special:
-            tokens, special = [each for each in tokens if each not in self._special or each in self._shown], True
+            tokens, special = [each for each in tokens if each not in self._hidden or each in self._shown], True
         return self.tokenizer.decode(  # type: ignore[no-any-return]
             list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
@@ -99,15 +102,18 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 class Transcript:
     """The text of one completion: `text` may be shown, and only ever grows."""
 
-    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = (), begun: Sequence[int] = ()) -> None:
-        """The text ends before the first of `stops`. begun: tokens that it begins with, in which no stop is looked
-        for."""
-        self._detokenizer = Detokenizer(vocabulary)
-        self._stops = tuple(stops)
-        self._longest = max((len(stop) for stop in stops), default=0)
+    def __init__(
+        self, vocabulary: Vocabulary, stops: Sequence[str] = (), begun: Sequence[int] = (), ends: Sequence[str] = ()
+    ) -> None:
+        """The text ends before the first of `stops`, which the caller asked for, or of `ends`. begun: tokens that it
+        begins with, in which no stop is looked for."""
+        self._detokenizer, self._special = Detokenizer(vocabulary), vocabulary.special
+        self._asked, self._stops = tuple(stops), (*stops, *ends)
+        self._longest = max((len(stop) for stop in self._stops), default=0)
         self._all = "".join(map(self._detokenizer.push, begun))
         self._begun = self._shown = len(self._all)
         self._cut = False
+        self._last: int | None = None
         self.offsets: list[int] = []
         """By token, how many characters are certain before it."""
 
@@ -118,9 +124,11 @@ class Transcript:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that the text ends before."""
+        """What was asked for that the text ends before."""
+        if not self._cut:
+            return next((stop for stop in self._asked if self._special.get(stop, -1) == self._last), None)
         behind = self._all[self._shown :]
-        return next((stop for stop in self._stops if behind.startswith(stop)), None) if self._cut else None
+        return next((stop for stop in self._asked if behind.startswith(stop)), None)
 
     def push(self, token: int) -> None:
         """One more token, which is not an end token."""
@@ -129,8 +137,9 @@ class Transcript:
         if not self._cut:
             self._shown = len(self._all) - held_back(self._all[self._begun :], self._stops)
 
-    def finish(self) -> None:
-        """No token comes any more."""
+    def finish(self, last: int | None = None) -> None:
+        """No token comes any more. last: that at which the rollout stopped."""
+        self._last = last
         self._add(self._detokenizer.finish())
         if not self._cut:
             self._shown = len(self._all)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ from dataflow.records import GROUP_ID, MIN_VERSION, PROMPT, TEMPERATURE
 from dataflow.runtime import Batch, Runtime
 from dataflow.scoring.failure import TOO_LONG, UNUSABLE, RolloutFailure
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.chat.chat_format import ChatError, ChatFormat
+from operators.chat.chat_template import ChatTemplate, text_ids
 from operators.engine.finish_reasons import STOPPED
 from operators.engine.results import EndedRollout
 from operators.engine.stop_strings import end_tokens
 from operators.generation.groups import PromptGroup, rollouts
-from operators.generation.tokenize import encode, unknown_token
+from operators.generation.tokenize import RowLayout, encode, unknown_token
 from operators.models.borders import longest
 from operators.models.errors import ModelError
 from operators.models.loading import load_configs, load_tokenizer
@@ -35,11 +38,15 @@ class DemonstrationRuntime(Runtime):
     unblocked by: -
     """
 
-    def __init__(self, model: Model, *, node: str, answer: str, chat: bool, context_tokens: int | None) -> None:
+    def __init__(
+        self, model: Model, *, node: str, answer: str, chat: bool, options: Mapping[str, Any],
+        context_tokens: int | None,
+    ) -> None:  # fmt: skip
         """As `operators.Demonstrations` has them, in its node."""
-        self._node, self._answer, self._chat = node, answer, chat
+        self._node, self._answer = node, answer
         config, generation = load_configs(model)
         self._tokenizer = load_tokenizer(model)
+        self._template = ChatTemplate(self._tokenizer, **options) if chat else None
         ends = end_tokens(SimpleNamespace(config=config, generation_config=generation), self._tokenizer)
         if not ends:
             raise ModelError(
@@ -47,7 +54,7 @@ class DemonstrationRuntime(Runtime):
                 f"{model.source}'s tokenizer nor its configs name an eos_token; name one there"
             )
         own = self._tokenizer.eos_token_id
-        self._end = ends[0] if own is None else own
+        self._end = self._end_of_turn() or [ends[0] if own is None else own]
         self._context_tokens = longest(model, config, context_tokens) or _CONTEXT_TOKENS
         self._vocabulary = int(config.get_text_config().vocab_size)
         self._queue: deque[Batch] = deque()
@@ -88,20 +95,32 @@ class DemonstrationRuntime(Runtime):
                 group.fail(found)
             else:
                 group.rows = [found]
-        made = rollouts(groups, self._tokenizer, frozenset([self._end])).drop_columns([TEMPERATURE])  # none was sampled
+        made = rollouts(groups, self._tokenizer, frozenset(self._end[-1:]))
+        made = made.drop_columns([TEMPERATURE])  # none was sampled
         for group in groups:
             batch.release(group.group_id)
         return [Batch(batch.source, made)]
+
+    def _end_of_turn(self) -> list[int]:
+        """Tokens that end a turn in the chat template, where prompts are chats and it can be told."""
+        if self._template is None:
+            return []
+        try:
+            form = ChatFormat(self._tokenizer, **self._template.options)
+        except ChatError:
+            return []
+        return form.encode(form.ending)
 
     def _demonstrated(self, batch: Batch) -> list[EndedRollout | str]:
         """For each row its rollout, or its failure as text."""
         most = self._context_tokens
         texts = batch.records.column(PROMPT).to_pylist()
         prompts = encode(
-            self._tokenizer, texts, node=self._node, chat=self._chat, context_tokens=most, vocabulary=self._vocabulary
-        )
+            self._tokenizer, texts, RowLayout.of_rows(batch.records), node=self._node, template=self._template,
+            context_tokens=most, vocabulary=self._vocabulary,
+        )  # fmt: skip
         answers = batch.records.column(self._answer).to_pylist()
-        tokens = self._tokenizer([answer or "" for answer in answers], add_special_tokens=False)["input_ids"]
+        tokens = text_ids(self._tokenizer, [answer or "" for answer in answers])
         return [self._rollout(*row) for row in zip(prompts, answers, tokens, strict=True)]
 
     def _rollout(self, prompt: Any, answer: str | None, tokens: list[int]) -> EndedRollout | str:
@@ -110,7 +129,7 @@ class DemonstrationRuntime(Runtime):
         if answer is None:
             why = f"the answer is null in column '{self._answer}'; give every row a text"
             return str(RolloutFailure(self._node, UNUSABLE, why))
-        answered = RolloutTokens.given(np.array([*tokens, self._end]), mask=True)
+        answered = RolloutTokens.given(np.array([*tokens, *self._end]), mask=True)
         whole = RolloutTokens.joined([RolloutTokens.given(prompt), answered])
         if len(whole) > self._context_tokens:
             why = (

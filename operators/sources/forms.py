@@ -23,14 +23,20 @@ class DataForm:
 
     def found_in(self, rows: Iterable[FoundRow]) -> tuple[str, tuple[str, ...]]:
         """The column of the prompt and those beside it, by the first rows; names that the engine has are left out."""
-        names: dict[str, None] = {}
-        for found in itertools.islice(rows, _FIRST_ROWS):
-            if isinstance(found.row, Mapping):
-                names |= dict.fromkeys(map(str, found.row))
+        names = names_in(rows)
         prompt = next((name for name in self.prompts if name in names), self.prompts[0])
         wanted = names if self.columns is None else self.columns
         taken = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, DROP_REASON, prompt}
         return prompt, tuple(name for name in wanted if name in names and name not in taken)
+
+
+def names_in(rows: Iterable[FoundRow]) -> tuple[str, ...]:
+    """Names of the columns of the first rows."""
+    names: dict[str, None] = {}
+    for found in itertools.islice(rows, _FIRST_ROWS):
+        if isinstance(found.row, Mapping):
+            names |= dict.fromkeys(map(str, found.row))
+    return tuple(names)
 
 
 DATA_FORMS = {

@@ -15,10 +15,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.errors import RecordError
-from dataflow.records import PROMPT, PROMPT_ID, Columns
+from dataflow.records import CHAT_TEMPLATE_KWARGS, PROMPT, PROMPT_ID, TOOLS, Columns
 from dataflow.system.text import is_sound
 from operators.sources.row_files import Fault, FoundRow
 
+LAYOUT_COLUMNS = (TOOLS, CHAT_TEMPLATE_KWARGS)
+"""What a row of a chat says of how it is laid out; such columns travel as JSON."""
 _ROWS_AT_ONCE = 8192
 _SAMPLE_ROWS, _SAMPLE_PROMPTS = 50, 20
 
@@ -169,7 +171,14 @@ def _made(row: Any, number: str, recipe: Recipe, types: Columns, raw: Any = None
     if isinstance(prompt, Fault):
         return prompt
     values: list[Any] = []
+    for name in LAYOUT_COLUMNS if recipe.chat else ():
+        if row.get(name) and name not in recipe.columns:
+            detail = f"has '{name}', which says how its chat is laid out, and is not kept"
+            return Fault(kind=f"unread '{name}'", detail=detail, do="name it in columns=, or drop it with rows=...")
     for name in recipe.columns:
+        if recipe.chat and name in LAYOUT_COLUMNS:
+            values.append(_as_json(row.get(name)))
+            continue
         if name in recipe.nullable and row.get(name) is None:
             values.append(None)
             continue
@@ -206,12 +215,14 @@ def _prompt(row: Mapping[str, Any], recipe: Recipe) -> str | Fault:
 
 def _messages(value: Sequence[Any], name: str) -> str | Fault:
     is_chat = bool(value) and all(
-        isinstance(each, Mapping) and isinstance(each.get("role"), str) and each.get("content") is not None
+        isinstance(each, Mapping)
+        and isinstance(each.get("role"), str)
+        and (each.get("content") is not None or each.get("tool_calls"))
         for each in value
     )
     if is_chat:
         try:
-            text = json.dumps([dict(each) for each in value], ensure_ascii=False)
+            text = json.dumps([_filled(each) for each in value], ensure_ascii=False)
             text.encode()
             return text
         except (TypeError, ValueError):
@@ -221,6 +232,24 @@ def _messages(value: Sequence[Any], name: str) -> str | Fault:
         detail=f"has {value!r:.60} in '{name}', which is no list of messages",
         do='write each as {"role": ..., "content": ...}',
     )
+
+
+def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without what is null: in a table, each has the keys of all."""
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _as_json(value: Any) -> str | None:
+    """What lays a chat out, as JSON, without nulls that a table has put in; None for nothing."""
+    if isinstance(value, str) or not value:
+        return value or None
+
+    def without(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {name: without(each) for name, each in part.items() if each is not None}
+        return [without(each) for each in part] if isinstance(part, list | tuple) else part
+
+    return json.dumps(without(value), ensure_ascii=False, default=str)
 
 
 def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:

@@ -114,10 +114,10 @@ def follow(
     engine, tokenizer = member.engine, member.built.tokenizer
     attached = (shard.local for shard in member.shards.values())
     memory = RankMemory(attached, member.aside, beside, functools.partial(put_aside, engine))
-    known: dict[tuple[str, ...], StopStrings] = {}
+    known: dict[tuple[str | int, ...], StopStrings] = {}
     parent = os.getppid()
 
-    def stops(strings: Sequence[str]) -> StopStrings:
+    def stops(strings: Sequence[str | int]) -> StopStrings:
         key = tuple(strings)
         return known.get(key) or known.setdefault(key, StopStrings(tokenizer, key))
 

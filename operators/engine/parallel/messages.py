@@ -53,7 +53,7 @@ class StartMessage:
     tickets: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling | None
-    stop: tuple[str, ...] | None
+    stop: tuple[str | int, ...] | None
     partial: tuple[Tokens | None, ...]
     """Of each rollout, what it had drawn before it starts again."""
 
@@ -70,7 +70,7 @@ class StartMessage:
             partial=tuple(None if rollout is None else Tokens.of(rollout.tokens) for rollout in start.partial),
         )
 
-    def start(self, stops: Callable[[Sequence[str]], StopStrings]) -> PromptStart:
+    def start(self, stops: Callable[[Sequence[str | int]], StopStrings]) -> PromptStart:
         """The start again; `stops` gives the same object for the same strings."""
         return PromptStart(
             prompt=self.tokens.array,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from dataflow.runtime import Context
-from operators.engine.build import BuiltEngine, context_tokens_of, sampling_of, stops_of
+from operators.engine.build import BuiltEngine, context_tokens_of, sampling_of
 from operators.engine.knobs import GeneratorKnobs
+from operators.engine.stop_strings import StopStrings, stops_of
 from operators.engine.vllm.engine import VllmEngine
 from operators.models.borders import changing_rope
 from operators.models.errors import ModelError
@@ -23,14 +24,15 @@ def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
         )
     tokenizer = load_tokenizer(declaration.model)
     holder = SimpleNamespace(config=config, generation_config=generation)
-    ends, stop = stops_of(declaration, tokenizer, holder, int(config.get_text_config().vocab_size))
+    vocabulary = int(config.get_text_config().vocab_size)
+    ends, stop = stops_of(tokenizer, holder, declaration.stop, vocabulary, chat=declaration.chat)
     engine = VllmEngine(
         declaration.model,
         slots=declaration.slots,
         context_tokens=context_tokens_of(declaration, config),
         sampling=sampling_of(declaration),
         end_tokens=sorted(ends),
-        stop=stop,
+        stop=StopStrings(tokenizer, stop) if stop else None,
         threads=context.threads,
         device=context.device,
         cache_bytes=declaration.cache_bytes,

@@ -15,6 +15,7 @@ from dataflow.records import AnyArray
 from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Per
 from dataflow.scoring.signature import Noted, code_of, where_defined
+from operators.chat.chat_template import beginning_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +146,17 @@ def messages_of(prompt: str) -> list[dict[str, Any]] | None:
 
 
 def both_forms(prompt: str, completion: str) -> tuple[Any, Any]:
-    """A prompt and its completion, both as messages where the prompt is a chat, else both as texts."""
+    """A prompt and its completion, both as messages where the prompt is a chat, else both as texts. What the assistant
+    had begun to say at the prompt's end belongs to the completion, as TRL has it.
+
+    >>> both_forms('[{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "It "}]', "is 4")
+    ([{'role': 'user', 'content': '2+2='}], [{'role': 'assistant', 'content': 'It is 4'}])
+    """
     messages = messages_of(prompt)
     if messages is None:
         return prompt, completion
-    return messages, [{"role": "assistant", "content": completion}]
+    begun = beginning_of(messages)
+    return messages[: -1 if begun is not None else None], [{"role": "assistant", "content": (begun or "") + completion}]
 
 
 def ids_of(tokens: AnyArray, mask: AnyArray) -> tuple[list[int], list[int]]:

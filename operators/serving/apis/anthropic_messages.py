@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from operators.serving.apis.api import Api, named_event, only_fields, texts_of
+from operators.serving.apis.api import Api, is_search, named_event, only_fields, texts_of
 from operators.serving.bounds import Bounds
 from operators.serving.calls import Choice, ServedCall
 from operators.serving.errors import ApiError, bad
@@ -16,8 +16,13 @@ from operators.serving.text import Vocabulary
 FIELDS: dict[str, Any] = {
     "model": None, "max_tokens": None, "messages": None, "system": None, "tools": None, "tool_choice": None,
     "temperature": None, "top_p": None, "top_k": None, "stop_sequences": None, "stream": None, "metadata": None,
-    "service_tier": None, "thinking": ({"type": "disabled"},),
+    "service_tier": None, "thinking": None, "context_management": None, "compaction": None, "cache_control": None,
+    "output_config": lambda config: isinstance(config, dict) and config.get("format") is None,
+    "mcp_servers": ([],), "inference_geo": None, "speed": None, "diagnostics": None, "fallbacks": None, "betas": None,
+    "user_profile_id": None, "workspace_id": None, "billing_policy": None,
 }  # fmt: skip
+"""What a body may give; thinking, the management of contexts and what stands behind it change nothing here."""
+THOUGHTS = ("thinking", "redacted_thinking")
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 
 
@@ -35,8 +40,15 @@ def parse_messages(body: Any, bounds: Bounds) -> Request:
         messages += _messages(f"messages[{place}]", message)
     chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
     chat |= {"messages": messages, "stop": given.get("stop_sequences"), "user": _user(given)}
-    chat |= {"tools": [_tool(tool) for tool in given.get("tools") or ()], "tool_choice": _tool_choice(given)}
-    return parse("chat", chat, bounds)
+    tools = [_tool(tool) for tool in given.get("tools") or () if not is_search(tool)]
+    chat |= {"tools": tools, "tool_choice": _tool_choice(given)}
+    goes_on = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    return parse("chat", {**chat, "continue_final_message": goes_on}, bounds)
+
+
+def parse_count(body: Any, bounds: Bounds) -> Request:
+    """The chat whose tokens are to be counted. Raises ApiError."""
+    return parse_messages({"max_tokens": 1, **body} if isinstance(body, dict) else body, bounds)
 
 
 def _user(given: Mapping[str, Any]) -> Any:
@@ -64,14 +76,14 @@ def _tool(tool: Any) -> Any:
 def _messages(where: str, message: Any) -> Iterator[Any]:
     """Messages of a chat: results of tools each have their own."""
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if role not in ("user", "assistant"):
-        raise bad(where, f"'{where}' is neither the user's nor the assistant's; found {str(message)[:80]!r}; mend it")
+    if role not in ("user", "assistant", "system"):
+        raise bad(where, f"'{where}' has no role that is known; found {str(message)[:80]!r}; send user or assistant")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise bad(where, f"'{where}' has no content; found {str(content)[:80]!r}; give a text, or blocks")
     apart = "tool_result" if role == "user" else "tool_use"
     tools = [block for block in blocks if block.get("type") == apart]
-    rest = [block for block in blocks if block.get("type") != apart]
+    rest = [block for block in blocks if block.get("type") not in (apart, *(THOUGHTS if role == "assistant" else ()))]
     text = texts_of(where, rest)
     if role == "assistant":
         calls = [
@@ -87,7 +99,7 @@ def _messages(where: str, message: Any) -> Iterator[Any]:
         told = texts_of(where, block.get("content", ""))
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told}
     if rest or not tools:
-        yield {"role": "user", "content": text}
+        yield {"role": role, "content": text}
 
 
 def whole_message(call: ServedCall, _: Vocabulary) -> dict[str, Any]:

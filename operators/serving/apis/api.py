@@ -49,7 +49,7 @@ def named_event(body: Mapping[str, Any]) -> str:
 def only_fields(body: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     """What a body gives, nulls left out. Raises ApiError for no object, and for fields (or values) that are not known.
 
-    known: by field None for any value, or the values that may stand there.
+    known: by field None for any value, the values that may stand there, or what says whether one may.
     """
     if not isinstance(body, dict):
         raise ApiError(
@@ -57,13 +57,20 @@ def only_fields(body: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         )
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        if name not in known or (known[name] is not None and value not in known[name]):
+        fits = known.get(name, ())
+        if fits is not None and not (fits(value) if callable(fits) else value in fits):
             raise bad(
                 name[:80],
                 f"'{name[:80]}' is not supported here with this value; found {str(value)[:80]!r}; leave it out",
                 "unsupported_parameter",
             )
     return given
+
+
+def is_search(tool: Any) -> bool:
+    """Whether a tool is a search of the web that the API's own server would make: there is none here, and the policy is
+    not told of it."""
+    return isinstance(tool, dict) and str(tool.get("type")).startswith("web_search")
 
 
 def texts_of(where: str, content: Any, kinds: tuple[str, ...] = ("text",)) -> str:

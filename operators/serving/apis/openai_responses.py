@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from operators.serving.apis.api import Api, named_event, only_fields, texts_of
+from operators.serving.apis.api import Api, is_search, named_event, only_fields, texts_of
 from operators.serving.bounds import Bounds
 from operators.serving.calls import Choice, ServedCall
 from operators.serving.errors import bad
@@ -17,9 +17,14 @@ FIELDS: dict[str, Any] = {
     "model": None, "input": None, "instructions": None, "tools": None, "tool_choice": None, "temperature": None,
     "top_p": None, "max_output_tokens": None, "stream": None, "user": None, "metadata": None, "store": None,
     "parallel_tool_calls": None, "service_tier": None, "safety_identifier": None, "prompt_cache_key": None,
-    "truncation": ("disabled",), "text": ({"format": {"type": "text"}}, {}), "include": ([],), "background": (False,),
-    "top_logprobs": (0,),
+    "truncation": ("disabled",), "background": (False,), "top_logprobs": (0,), "include": None, "reasoning": None,
+    "text": lambda text: isinstance(text, dict) and text.get("format") in (None, {"type": "text"}),
+    "stream_options": None, "max_tool_calls": None, "prompt_cache_retention": None, "prompt_cache_options": None,
+    "context_management": None, "client_metadata": None,
 }  # fmt: skip
+"""What a body may give; `include`, reasoning and what stands behind it change nothing here."""
+OTHERS = ("reasoning", "web_search_call")
+"""Items of other models' turns, which the policy is not told of."""
 TEXTS = ("input_text", "output_text", "text")
 
 
@@ -34,12 +39,14 @@ def parse_response(body: Any, bounds: Bounds) -> Request:
     if not isinstance(items, list):
         raise bad("input", f"'input' must be a text or a list of items; found {str(asked)[:80]!r}; give one")
     for place, item in enumerate(items):
+        if isinstance(item, dict) and item.get("type") in OTHERS:
+            continue
         _add(messages, f"input[{place}]", item)
     chat: dict[str, Any] = {
         name: given[name] for name in ("model", "temperature", "top_p", "stream", "user") if name in given
     }
     chat |= {"messages": messages, "max_tokens": given.get("max_output_tokens")}
-    chat["tools"] = [_tool(tool) for tool in given.get("tools") or ()]
+    chat["tools"] = [_tool(tool) for tool in given.get("tools") or () if not is_search(tool)]
     chat["tool_choice"] = _tool_choice(given.get("tool_choice"))
     return parse("chat", chat, bounds)
 
@@ -62,8 +69,7 @@ def _add(messages: list[Any], where: str, item: Any) -> None:
     """An item of the input as a message; calls belong to the assistant's message before them."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
-        role = {"developer": "system"}.get(item["role"], item["role"])
-        messages.append({"role": role, "content": texts_of(where, item.get("content"), TEXTS)})
+        messages.append({"role": item["role"], "content": texts_of(where, item.get("content"), TEXTS)})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}

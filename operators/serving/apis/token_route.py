@@ -9,7 +9,7 @@ from operators.serving.apis.api import Api, only_fields
 from operators.serving.bounds import Bounds
 from operators.serving.calls import ServedCall
 from operators.serving.errors import bad
-from operators.serving.requests import MOST_TOKENS, Request, parse
+from operators.serving.requests import MOST_TOKENS, WISHES, Request, parse
 from operators.serving.responses import event, usage
 from operators.serving.text import Vocabulary
 
@@ -22,17 +22,19 @@ SAMPLING: dict[str, Any] = {
     "max_tokens": None, "temperature": None, "top_p": None, "top_k": None, "min_p": None, "repetition_penalty": None,
     "n": None, "seed": None, "stop": None, "stop_token_ids": None, "logprobs": (0, 1), "prompt_logprobs": (0,),
     "skip_special_tokens": (False,), "spaces_between_special_tokens": None, "detokenize": None,
-    "include_stop_str_in_output": None, "ignore_eos": (False,), "min_tokens": (0,), "presence_penalty": (0,),
-    "frequency_penalty": (0,), "bad_words": ([],), "logit_bias": ({},), "output_kind": None,
-    "routed_experts_prompt_start": None,
+    "include_stop_str_in_output": None, "ignore_eos": (False,), "min_tokens": (0,), "output_kind": None,
+    "routed_experts_prompt_start": None, **WISHES,
 }  # fmt: skip
-_OWN = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "seed", "stop")
+_OWN = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "seed", "stop", "stop_token_ids",
+)  # fmt: skip
 
 
 def parse_tokens(body: Any, bounds: Bounds) -> Request:
     """The call that a body asks for. Raises ApiError."""
     given = only_fields(body, FIELDS)
-    sampling = only_fields(given.get("sampling_params", {}), SAMPLING)
+    aside = {} if bounds.samples else dict.fromkeys(WISHES)
+    sampling = only_fields(given.get("sampling_params", {}), {**SAMPLING, **aside})
     ids = given.get("token_ids")
     if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
         raise bad("token_ids", f"'token_ids' must be a list of ids; found {str(ids)[:80]!r}; give at least one")
@@ -45,11 +47,7 @@ def parse_tokens(body: Any, bounds: Bounds) -> Request:
         },
         bounds,
     )  # fmt: skip
-    stops = sampling.get("stop_token_ids", [])
-    if not isinstance(stops, list) or len(stops) > bounds.stops or not all(type(one) is int for one in stops):
-        raise bad("stop_token_ids", f"'stop_token_ids' must be a list of ids; found {str(stops)[:80]!r}; mend it")
-    limit = None if "max_tokens" not in sampling else made.max_tokens
-    return made.with_(max_tokens=limit, stop_tokens=tuple(stops))
+    return made.with_(max_tokens=None if "max_tokens" not in sampling else made.max_tokens)
 
 
 def whole_tokens(call: ServedCall, _: Vocabulary) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The generator at work: whole groups out, bounds kept, weights taken between steps, bad prompts as rows."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -356,12 +357,14 @@ def test_the_completion_ends_before_a_stop_string(build, tokenizer):
         assert whole in (row["completion"] + "a", row["completion"] + "bc")
 
 
-def test_chat_messages_are_laid_out_by_the_template(build):
-    runtime = build(chat=True, max_tokens=3)
-    runtime.tokenizer.chat_template = (
+def test_chat_messages_are_laid_out_by_the_template(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}.{% endfor %}"
         "{% if add_generation_prompt %}a={% endif %}"
     )
+    declared = Generator(Model(str(tmp_path)), group_size=4, slots=16, chat=True, max_tokens=3)
+    runtime = declared.build(Context(node="generator"))
     runtime.push(prompts([json.dumps([{"role": "user", "content": "hi"}]), "no json"]))
     rows = rows_of(run_dry(runtime))
     good = [row for row in rows if row["group_id"] == 0]

@@ -1,16 +1,20 @@
 """Stop strings are found where they span tokens, and asking costs nothing for tokens that cannot end one."""
 
+import copy
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import transformers
 from replaying import drive
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from operators.engine import decode
 from operators.engine.finish_reasons import STOPPED, TOO_LONG
+from operators.engine.request_stops import StopCache
 from operators.engine.results import PromptStart
 from operators.engine.sampling_params import Sampling
-from operators.engine.stop_strings import StopStrings, end_tokens, split
+from operators.engine.stop_strings import StopStrings, end_tokens, split, stops_of
 from operators.models.errors import ModelError
 
 
@@ -61,6 +65,51 @@ def test_every_end_token_that_is_declared_counts(make_model, tokenizer):
 
 def test_a_stop_that_is_a_special_token_is_an_end_token(tokenizer):
     assert split(tokenizer, ("end", "<pad>", 7), 32) == ([0, 7], ("end",))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t, stop: split(t, (stop,), 32), StopStrings, lambda t, stop: StopCache(t, frozenset())((stop,))]
+)
+@pytest.mark.parametrize("stop", ["\n<eos>", "<eos>a", "a<pad>b"])
+def test_a_stop_that_mixes_text_and_special_tokens_is_refused(make, stop, tokenizer):
+    with pytest.raises(ModelError, match="has no special tokens; found '<.*>' in it; give '<.*>' alone"):
+        make(tokenizer, (stop,) if make is StopStrings else stop)
+
+
+def test_special_tokens_end_a_rollout_by_their_ids_wherever_the_tokenizer_names_them(tokenizer):
+    """As Llama 3's on the hub, which are special in `added_tokens_decoder` alone."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([AddedToken("<|eot|>", special=True), AddedToken("<call>", special=False)])
+    assert "<|eot|>" not in tokenizer.all_special_tokens
+    assert split(tokenizer, ("end", "<|eot|>"), 40) == ([32], ("end",))
+    stops = StopStrings(tokenizer, ("<|eot|>", "cd", 7))
+    again = StopStrings(tokenizer, stops.strings)  # as another rank makes it
+    for each in (stops, again, StopCache(tokenizer, frozenset([7]))(("<|eot|>", "cd"))):
+        assert each.may_stop(40)[32] and not each.may_stop(40)[33]
+        assert each.find(np.array([5, 6, 32])) == tokenizer.decode([5, 6])
+        assert each.find(ids(tokenizer, "abcd")) == "ab" and each.find(ids(tokenizer, "ab")) is None
+    assert stops.find(np.array([5, 6, 7])) == tokenizer.decode([5, 6]) and stops.may_stop(40)[7]
+    assert StopCache(tokenizer, frozenset([32]))(("<|eot|>",)) is None
+    assert StopStrings(tokenizer, ("<call>",)).find(np.array([5, 33])) == tokenizer.decode([5])
+
+
+def test_what_ends_a_turn_in_the_chat_template_ends_a_completion(tokenizer):
+    tokenizer, model = copy.deepcopy(tokenizer), SimpleNamespace(config=SimpleNamespace(eos_token_id=1))
+    tokenizer.add_tokens([AddedToken("<|im_end|>", special=True)])
+    template = (
+        "{% for m in messages %}{{ m.role }}={{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}a={% endif %}"
+    )
+    assert stops_of(tokenizer, model, ("end", 7), 40, chat=True) == ({1, 7}, ("end",)), "without a template"
+    tokenizer.chat_template = template
+    for chat in (False, True):
+        assert stops_of(tokenizer, model, ("end",), 40, chat=chat) == ({1, 32}, ("end",))
+        assert stops_of(tokenizer, model, ("end",), 32, chat=chat)[0] == {1}, "a token that the model does not know"
+    tokenizer.chat_template = template.replace("<|im_end|>", "</s>")
+    assert [stops_of(tokenizer, model, ("end",), 40, chat=chat)[1] for chat in (False, True)] == [
+        ("end",),
+        ("end", "</s>"),
+    ]
 
 
 @pytest.mark.parametrize("stop", ["END", "<|im_end|>", 32, -1])

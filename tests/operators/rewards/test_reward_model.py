@@ -186,7 +186,7 @@ def test_the_token_with_which_so_much_text_is_there_is_found_by_decoding() -> No
 
 def test_a_row_without_a_prompt_says_so() -> None:
     with pytest.raises(ValueError, match="the prompt is null"):
-        lay_out(None, None, "a", chat=False, suffix="")
+        lay_out(None, None, "a", suffix="")
 
 
 def _texts(table: pa.Table) -> tuple[list[str], list[str]]:

@@ -143,7 +143,7 @@ def test_anthropics_messages_call_tools(client, rows, tooled):
     check_kept(rows, tooled)
     said = post(client, "/v1/messages", {**ask, "messages": turns, "stop_sequences": [" world"]})
     assert (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", " world")
-    for wrong in ({"max_tokens": None}, {"messages": 3}, {"thinking": {"type": "enabled"}}, {"tools": [{}]}):
+    for wrong in ({"max_tokens": None}, {"messages": 3}, {"mcp_servers": [{}]}, {"tools": [{}]}):
         error = post(client, "/v1/messages", {**ask, **wrong}, status=400)
         assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
 
@@ -217,6 +217,8 @@ def test_the_client_of_anthropic_is_served(tooled, rows):
             assert "".join(stream.text_stream) == "well"
             final = stream.get_final_message()
         assert (final.stop_reason, final.content[1].input) == ("tool_use", {"a": 1})
-        with pytest.raises(anthropic.BadRequestError, match="thinking"):
-            client.messages.create(messages=[USER], thinking={"type": "enabled", "budget_tokens": 1024}, **ask)
+        thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}}
+        assert client.messages.create(messages=[USER], **thinking, **ask).stop_reason == "tool_use"
+        assert client.messages.count_tokens(messages=[USER], model="tiny").input_tokens == 9
+        assert [model.id for model in client.models.list()] == [client.models.retrieve("tiny").id] == ["tiny"]
     assert {row["session_id"] for row in rows} == {"rollout-1"}
