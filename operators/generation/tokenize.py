@@ -131,7 +131,8 @@ def _bytes_of(table: pa.Table) -> AnyArray:
     names = [name for name in (PROMPT, TOOLS) if name in table.schema.names]
     texts = [table.column(name) for name in names if pa.types.is_string(table.schema.field(name).type)]
     lengths = [pc.fill_null(pc.binary_length(text), 0).to_numpy() for text in texts]
-    return np.stack(lengths).sum(axis=0)
+    total: AnyArray = np.stack(lengths).sum(axis=0)
+    return total
 
 
 def _laid_out(prompt: str | None, template: ChatTemplate, tools: Sequence[Message]) -> tuple[str, str]:

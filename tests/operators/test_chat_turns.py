@@ -129,7 +129,8 @@ def shown(folder: Path, rows: list[dict[str, Any]], *, chat: bool = True, form: 
     ):
         source = Prompts(rows, columns=("answer",), chat=chat, form=form, epochs=1)
         table = collect(maker(Graph("g").source(source)), rows=len(rows)).sort_by("group_id")
-        said.append([row["error"] or front(row, folder) for row in table.to_pylist()])
+        errors = [(row["error"] or "").removeprefix(f"{maker.name}: unusable: ") for row in table.to_pylist()]
+        said.append([error or front(row, folder) for error, row in zip(errors, table.to_pylist(), strict=True)])
     assert said[0] == said[1], "what is shown is laid out as what is drawn"
     return said[0]
 
