@@ -22,7 +22,8 @@ def main() -> None:
 def check(name: str = "dataflow") -> None:
     """See that the package is the one beside this module. Errors: ImportError, which names the other one."""
     spec = importlib.util.find_spec(name)
-    origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+    place = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
+    origin = Path(place).resolve() if place else None
     if origin != ROOT / name / "__init__.py":
         raise ImportError(
             f"'{name}' is {origin or 'no package that Python finds'}, and not Dataflow RL's at {ROOT / name}; rename "

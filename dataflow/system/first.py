@@ -28,11 +28,13 @@ def open_streams() -> None:
 
 
 def stranger(name: str) -> Path | None:
-    """The file that `import NAME` finds, where it is not this project's; None where it is, or there is none."""
+    """What `import NAME` finds, a file or a folder, where it is not this project's; None where it is, or there is
+    none."""
     with contextlib.suppress(ValueError):  # a module that somebody has made himself
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin and Path(spec.origin).resolve() != _ROOT / name / "__init__.py":
-            return Path(spec.origin)
+        place = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
+        if place and Path(place).resolve() not in (_ROOT / name, _ROOT / name / "__init__.py"):
+            return Path(place)
     return None
 
 
@@ -41,12 +43,12 @@ def check_packages() -> None:
     without."""
     if (found := stranger("transport")) is not None:
         raise ImportError(
-            f"'transport' is {found}, which hides Dataflow RL's package of that name at {_ROOT}; rename that file"
+            f"'transport' is {found}, which hides Dataflow RL's package of that name at {_ROOT}; rename it"
         )
     for name in ("operators", "graphs"):
         if (found := stranger(name)) is not None:
             hides = f"hides Dataflow RL's package of that name at {_ROOT}"
-            print(f"note: '{name}' is {found}, which {hides}; rename that file to import from there", file=sys.stderr)
+            print(f"note: '{name}' is {found}, which {hides}; rename it to import from there", file=sys.stderr)
 
 
 end_as_others_do()

@@ -12,6 +12,7 @@ import pytest
 
 import dataflow_rl
 from dataflow.system.child import ROOT
+from dataflow.system.first import stranger
 
 FAKES = """
 import json, sys
@@ -55,6 +56,15 @@ def test_a_users_file_that_hides_a_package_is_named(name: str, said: str, status
     (tmp_path / "program.py").write_text("import dataflow")
     done = python("program.py", cwd=tmp_path)
     assert said.format(file=file, root=ROOT) in done.stderr and done.returncode == status
+
+
+def test_a_users_folder_that_hides_a_package_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this project is installed in place, a folder without a module of its own comes first, too."""
+    found = SimpleNamespace(origin=None, submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert stranger("operators") == tmp_path
+    with pytest.raises(ImportError, match=f"'dataflow' is {tmp_path}, and not Dataflow RL's"):
+        dataflow_rl.check()
 
 
 def test_the_command_says_which_other_package_it_has_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
