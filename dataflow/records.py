@@ -30,6 +30,8 @@ FINISH_REASON = "finish_reason"
 ERROR = "error"
 ADVANTAGE = "advantage"
 SAMPLING_MASK = "sampling_mask"
+RAW_COMPLETION = "raw_completion"
+"""What the policy wrote with its special tokens, the one that ended it included."""
 TEMPERATURE = "sampling_temperature"
 """At which a rollout was sampled, float64; null where nothing was."""
 REF_LOGPROBS = "ref_logprobs"
@@ -52,6 +54,8 @@ MOST_TOKENS = "most_tokens"
 STOP = "stop"
 
 SAMPLING_MASK_TYPE = pa.list_(pa.list_(pa.int32()))
+SAMPLED_COLUMNS: Mapping[str, pa.DataType] = {RAW_COMPLETION: pa.string(), SAMPLING_MASK: SAMPLING_MASK_TYPE}
+"""What a generator adds where it is asked to."""
 """By token of the rollout the ids that truncation left; null in the prompt and where it left all."""
 
 TOKEN_NUMBERS = pa.list_(pa.float32())

@@ -11,7 +11,7 @@ import pyarrow as pa
 from dataflow.model import Model, holds_adapters
 from dataflow.model_files import template_fault
 from dataflow.node import Generate, Operator, Traits
-from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
+from dataflow.records import RAW_COMPLETION, SAMPLED_COLUMNS, SAMPLING_MASK, TEMPERATURE, Columns
 from dataflow.settable import GROUP, settable
 
 WEIGHTS = ("model", "int8", "int8_dynamic", "fp8")
@@ -77,6 +77,8 @@ class GeneratorKnobs(Generate):
     sampling_mask: bool | None = None
     """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for the trainer; None:
     where one of them is given, and this project's engine samples."""
+    raw_completion: bool = False
+    """Add the column raw_completion: the completion with its special tokens, for rewards that look for them."""
     chat: bool = False
     """Prompts are chat messages as JSON, laid out by the tokenizer's chat template."""
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -140,9 +142,10 @@ class GeneratorKnobs(Generate):
         return super().missing() or (template_fault(self.model) if self.chat else None)
 
     def provides(self, columns: Columns) -> Columns:
-        """The prompt's columns, the rollout's, its temperature and, where asked for, the sampling mask."""
-        found = {**super().provides(columns), TEMPERATURE: pa.float64()}
-        return {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE} if self.records_mask else found
+        """The prompt's columns, the rollout's, its temperature and, where asked for, the raw text and the mask."""
+        is_asked = {RAW_COMPLETION: self.raw_completion, SAMPLING_MASK: self.records_mask}
+        optional = {name: kind for name, kind in SAMPLED_COLUMNS.items() if is_asked[name]}
+        return {**super().provides(columns), TEMPERATURE: pa.float64(), **optional}
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right, each as: what is wrong, what was found, what to do."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate, Operator, Traits
-from dataflow.records import EPISODE_COLUMNS, SAMPLING_MASK, SAMPLING_MASK_TYPE, TEMPERATURE, Columns
+from dataflow.records import EPISODE_COLUMNS, SAMPLED_COLUMNS, TEMPERATURE, Columns
 from dataflow.scoring.signature import where_defined
 from operators.chat.chat_format import ChatFormat
 from operators.chat.conversation import Past
@@ -111,9 +111,9 @@ class EpisodeKnobs(Generate):
 
     def provides(self, columns: Columns) -> Columns:
         """The prompt's columns, the rollout's, those of its turns, and what the function returns."""
-        found = {**super().provides(columns), TEMPERATURE: pa.float64()}
-        if self.generator is not None and SAMPLING_MASK in self.generator.provides({}):
-            found = {**found, SAMPLING_MASK: SAMPLING_MASK_TYPE}
+        sampled = {} if self.generator is None else self.generator.provides({})
+        optional = {name: kind for name, kind in SAMPLED_COLUMNS.items() if name in sampled}
+        found = {**super().provides(columns), TEMPERATURE: pa.float64(), **optional}
         output = self.signature.output
         return {**found, **EPISODE_COLUMNS, **({} if output is None else {self.name: output})}
 

@@ -19,7 +19,7 @@ from dataflow.records import (
     GROUP_ID,
     PROMPT,
     ROUND_SIZE,
-    SAMPLING_MASK,
+    SAMPLED_COLUMNS,
     TEMPERATURE,
     AnyArray,
 )
@@ -128,7 +128,7 @@ class EpisodesRuntime(Runtime):
         self._episode, self._context, self._name = episode, context, context.node
         assert episode.generator is not None and episode.generator.uses is not None, "the graph was checked"
         self._tokenizer = load_tokenizer(episode.generator.uses)
-        self._masks = SAMPLING_MASK in episode.provides({})
+        self._optional = [name for name in SAMPLED_COLUMNS if name in episode.provides({})]
         options = getattr(episode.generator, "chat_template_kwargs", None) or {}
         self._form = ChatFormat(self._tokenizer, **options) if episode.traits.chat else None
         self._plain = PlainContext(self._tokenizer)
@@ -447,7 +447,7 @@ class EpisodesRuntime(Runtime):
 
     def _rollouts(self, complete: Sequence[PromptGroup]) -> pa.RecordBatch:
         """The rows of complete groups of one source, with what their turns and the function add."""
-        batch = groups.rollouts(complete, self._tokenizer, frozenset(), masks=self._masks)
+        batch = groups.rollouts(complete, self._tokenizer, frozenset(), optional=self._optional)
         episodes = [each for group in complete for each in self._episodes[id(group)]]
         temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
         at = batch.schema.get_field_index(TEMPERATURE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from dataflow.records import (
     GROUP_SIZE,
     MIN_VERSION,
     POSITION,
+    RAW_COMPLETION,
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
     SAMPLING_MASK,
@@ -185,11 +186,12 @@ def collect(ended: Sequence[EndedRollout], tickets: dict[int, tuple[PromptGroup,
 
 
 def rollouts(
-    groups: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int], *, masks: bool = False
+    groups: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int], *, optional: Collection[str] = ()
 ) -> pa.RecordBatch:
     """The prompts' rows of complete groups of one source, once for each rollout, with the rollout columns.
 
-    ends: ids of end tokens, which are left out of the completion's text. masks: add the column sampling_mask.
+    ends: ids of end tokens, which are left out of the completion's text. optional: raw_completion, sampling_mask, or
+    both, as columns beside.
     """
     rows = [row for group in groups for row in group.rows if row is not None]
     sizes = np.array([group.size for group in groups])
@@ -197,7 +199,7 @@ def rollouts(
     group_ids = np.array([group.group_id for group in groups], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum([len(row.tokens) for row in rows])])
     tokens = RolloutTokens.joined([row.tokens for row in rows])
-    made = tokens.columns(offsets, sampling_mask=masks) | {
+    made = tokens.columns(offsets, sampling_mask=SAMPLING_MASK in optional) | {
         ROLLOUT_ID: pa.array(np.repeat(group_ids * sizes, sizes) + position),
         POSITION: pa.array(position),
         COMPLETION: pa.array(texts_of(rows, tokenizer, ends), pa.string()),
@@ -207,8 +209,11 @@ def rollouts(
             np.repeat([temperature_of(group) for group in groups], sizes), pa.float64(), from_pandas=True
         ),
     }
+    if RAW_COMPLETION in optional:
+        written = [row.tokens.ids[row.start :] for row in rows]
+        made[RAW_COMPLETION] = pa.array(tokenizer.batch_decode(written, skip_special_tokens=False), pa.string())
     batch = _prompt_rows(groups, sizes)
-    for name in (*ROLLOUT_COLUMNS, TEMPERATURE, *((SAMPLING_MASK,) if masks else ())):
+    for name in (*ROLLOUT_COLUMNS, TEMPERATURE, *optional):
         batch = batch.append_column(name, made[name])
     return batch
 

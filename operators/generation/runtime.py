@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from dataflow.folder.partial_rollouts import PartialRollout
-from dataflow.records import PROMPT
+from dataflow.records import PROMPT, SAMPLED_COLUMNS
 from dataflow.rules.admission import Admission
 from dataflow.rules.leave import enough, leaves
 from dataflow.rules.room import prompt_room
@@ -318,9 +318,10 @@ class GeneratorRuntime(Runtime):
             by_source.setdefault(group.source, []).append(group)
         self._complete = []
         batches = []
-        masks = self._declaration.records_mask
+        provides = self._declaration.provides({})
+        optional = [name for name in SAMPLED_COLUMNS if name in provides]
         for source, complete in by_source.items():
-            made = answers if source in self._context.episodes else partial(groups.rollouts, masks=masks)
+            made = answers if source in self._context.episodes else partial(groups.rollouts, optional=optional)
             batches.append(Batch(source, made(complete, self.tokenizer, self._ends)))
             for group in complete:
                 self._owed -= group.size

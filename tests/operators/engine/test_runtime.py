@@ -12,7 +12,7 @@ from replaying import recomputed, replayed
 from rigs.columns import check_columns, whole
 
 from dataflow.model import Model
-from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS
+from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, SAMPLING_MASK_TYPE
 from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.generator import Generator
@@ -126,6 +126,22 @@ def test_groups_leave_whole_with_the_promised_columns(build, tokenizer):
         assert row["versions"] == [-1] * start + [0] * len(wrote)
         assert row["error"] is None and row["group_size"] == 4
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+
+
+def test_a_reward_sees_the_special_tokens_where_it_asks_for_them(build, tokenizer):
+    runtime = build(max_tokens=30, top_k=20, raw_completion=True)
+    runtime.push(prompts(["abc", "d"], sizes=[40, 40]))
+    batches = run_dry(runtime)
+    for batch in batches:
+        columns = {"raw_completion": pa.string(), "sampling_mask": SAMPLING_MASK_TYPE}
+        check_columns(batch.records, {**COLUMNS, **ROLLOUT_COLUMNS, **columns})
+    rows = rows_of(batches)
+    for row in rows:
+        wrote = row["tokens"][len(row["prompt"]) :]
+        assert row["raw_completion"] == tokenizer.decode(wrote, skip_special_tokens=False)
+        assert row["completion"] == tokenizer.decode(wrote, skip_special_tokens=True)
+    assert any("<pad>" in row["raw_completion"] for row in rows)
+    assert any(row["raw_completion"].endswith("<eos>") for row in rows)
 
 
 def test_it_has_nothing_to_do_until_prompts_arrive(build):
