@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rigs.graphs import losses, tiny_graph
-from rigs.operators import struck
+from rigs.operators import Around, wrapped
 
 from dataflow import Devices, Result, Run, inline, run, verify
 from dataflow.cli import check, doctor, show
@@ -21,6 +21,7 @@ from dataflow.history.replay import Wishes, report_replay
 from dataflow.history.rollout_view import find_rollout
 from dataflow.live.answers import PageAnswers
 from dataflow.runs.commands import compare_runs, export_run, list_runs, report_run
+from dataflow.runtime import Batch
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(3000)]
 
@@ -48,18 +49,23 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def killed(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
-    """In step 4, after three steps, a checkpoint and two rounds of evaluation, with finished groups."""
+    """After step 3, a checkpoint and a round of evaluation, with finished groups, while no checkpoint is written."""
     runs = tmp_path_factory.mktemp("killed")
 
-    def die() -> None:
-        shutil.copytree((runs / "latest").resolve(), runs / "left")
-        raise ValueError("dies")
+    class Dying(Around):
+        def work(self) -> list[Batch] | None:
+            made = super().work()
+            checkpoints = [path.name for path in (runs / "latest/checkpoints").iterdir()]
+            if (runs / "latest/rollouts/step-000003.arrow").exists() and checkpoints == ["step-000002"]:
+                shutil.copytree((runs / "latest").resolve(), runs / "left")
+                raise ValueError("dies")
+            return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["dataflow.run"], "this_machine", lambda: Devices(cpus=1))
         dying = graph(policy)
         trainer = dying.operators["trainer"]
-        object.__setattr__(trainer, "build", struck(trainer, die, after=8).build)
+        object.__setattr__(trainer, "build", wrapped(trainer, Dying).build)
         with pytest.raises(OperatorError, match="dies"):
             run(dying, steps=STEPS, on=inline(), runs=runs, quiet=True)
         whole = run(graph(policy), steps=STEPS, on=inline(), runs=tmp_path_factory.mktemp("whole"), quiet=True)
