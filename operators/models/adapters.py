@@ -44,7 +44,7 @@ def add(module: torch.nn.Module, lora: LoRA, base: Model, folder: Path | None = 
         names = sorted({path.rpartition(".")[2] for path in layers})
         config = make(r=lora.rank, lora_alpha=lora.alpha, target_modules=names, bias="none", task_type="CAUSAL_LM")
     else:
-        config = make.from_pretrained(str(folder))
+        config = peft.LoraConfig.from_pretrained(str(folder))
     config.revision, config.inference_mode = base.revision, False
     dropout, config.lora_dropout = config.lora_dropout, 0.0
     with torch.random.fork_rng(devices=[]):

@@ -76,7 +76,8 @@ def step_metrics(
     out rollouts of advantage 0 where the trainer skips them, and for by_staleness the function of that name.
     dropped: groups given up since the step before, by reason; dropped_outcomes: of their rollouts. failed,
     does_not_apply: of all rollouts since the step before, by cause and by scorer. rollouts: trained. scores,
-    forwards: as `Context` has them. forward_versions: the newest version behind each column of `forwards`.
+    forwards: as `Context` has them. after_update_share: of trained tokens, those that newer weights drew than the first
+    of their turn. forward_versions: the newest version behind each column of `forwards`.
     no_signal: see the function of that name; null where some group had one, or advantages are not asked for.
     """
     wall = max(now - pace.began, 1e-9)
@@ -100,6 +101,7 @@ def step_metrics(
         "signal_share": float(signal.mean()) if len(signal) else None,
         "no_signal": no_signal(trained, scores) if len(signal) and not signal.any() else None,
         **staleness_figures(version - 1, rows),
+        "after_update_share": float(rows.after_update_S[rows.chosen_S].mean()) if tokens.sum() else 0.0,
         "by_staleness": by_staleness(version - 1, rows),
         **outcome.measures,
         **({"forward_versions": _newest(trained, forwards)} if forwards else {}),

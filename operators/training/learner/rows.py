@@ -63,6 +63,16 @@ class StepRows:
         return newest_versions(pa.ListArray.from_arrays(offsets, pa.array(self.tokens.versions)))
 
     @cached_property
+    def after_update_S(self) -> AnyArray:
+        """Whether a token was drawn by newer weights than the first token of its turn, a stretch of tokens that the
+        policy chose; bool."""
+        mask, versions = self.tokens.mask, self.tokens.versions
+        begins_S = mask & np.diff(mask, prepend=False)
+        begins_S |= mask & np.isin(np.arange(len(mask)), self.offsets)
+        turns_S = np.cumsum(begins_S) - 1
+        return np.asarray(mask & (versions > np.r_[versions[begins_S], -1][turns_S]))
+
+    @cached_property
     def longest_R(self) -> AnyArray:
         """Tokens of the longest training row of each."""
         begins, rollouts = unfolded(self.offsets, self.cuts_S)

@@ -114,6 +114,21 @@ def test_both_parts_of_staleness_are_those_of_each_rollout_and_their_means_add_u
     assert set(none.values()) == {0} and none.keys() == found.keys()
 
 
+def test_tokens_after_an_update_are_those_of_newer_weights_than_the_first_of_their_turn() -> None:
+    def drawn(number: int, versions: list[int]) -> pa.RecordBatch:
+        records = group(number, size=2)
+        plain = records.to_pylist()
+        for row in plain:
+            mask = [version >= 0 for version in versions]
+            row |= {"tokens": [7] * len(mask), "mask": mask, "logprobs": [-1.0 * each for each in mask]}
+            row |= {"versions": versions}
+        return pa.RecordBatch.from_pylist(plain, schema=records.schema)
+
+    rows = rows_of(drawn(0, [-1, 2, 2, 4, 5]), drawn(1, [-1, 3, -1, 4, 4, -1]), drawn(2, [6, 6]), drawn(3, [-1]))
+    first, second = [False, False, False, True, True], [False] * 6
+    assert rows.after_update_S.tolist() == [*first * 2, *second * 2, *[False] * 4, False, False]
+
+
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_trained_tokens() -> None:
     rows = whitened(rows_of(*[group(number, size=4) for number in range(5)]))
     tokens_T = np.repeat(rows.columns_R["advantage"], rows.trained_R)
