@@ -15,7 +15,7 @@ CHAT = (
         "the end of a turn is written once, by the policy or by the template",
         "test_a_stop_string_that_the_policy_wrote_is_not_written_twice",
         "operators:Conversation._behind",
-        instead("return piece", "startswith"),
+        instead("return piece", "tail"),
         "the look at what the policy wrote of it",
     ),
     Law(
