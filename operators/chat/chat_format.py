@@ -21,15 +21,17 @@ from operators.chat.chat_template import (
 __all__ = ["PROBE_TOOL", "USER", "ChatError", "ChatFormat", "Message", "common"]
 
 
-_MARK = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
+_MARK = re.compile(r"\s*(<+[^<>]+>+|\[+[^\[\]]+\]+|\{+[^{}]+\}+|\|[^|]+\|)")
+_WORD = re.compile(r"\w{2}")
 
 
 class ChatFormat(ChatTemplate):
     """What a tokenizer's chat template puts around the turns of a conversation.
 
     `closing` is what it puts behind a turn of the assistant's that something follows, `opening` what it ends a prompt
-    with; `ending` is the part of `closing` that ends the turn: up to the first of the tokenizer's added tokens in it,
-    `end`, or where none stands in it its text in brackets (`</s>`); else nothing.
+    with; `ending` is the part of `closing` that ends the turn: up to the first of the tokenizer's added tokens in it
+    that is more than blanks, `end`; or where none stands in it its first text in brackets (`</s>`), or all of it where
+    that has a word (`### End`); else nothing.
 
     Raises ChatError for a template with which that cannot be found.
     """
@@ -124,10 +126,11 @@ class ChatFormat(ChatTemplate):
         """The token that ends a turn, and the beginning of `closing` up to it."""
         for token in self._ids(self.closing):
             name = self.decode([token])
-            if self.is_added(token) and name in self.closing:
+            if self.is_added(token) and name.strip() and name in self.closing:
                 return token, self.closing[: self.closing.index(name) + len(name)]
-        text = self.closing.rstrip()
-        return None, text if _MARK.fullmatch(text.strip()) else ""
+        if (mark := _MARK.match(self.closing)) is not None:
+            return None, mark[0]
+        return None, self.closing.rstrip() if _WORD.search(self.closing) else ""
 
     def _written_calls(self) -> str | None:
         try:

@@ -208,8 +208,7 @@ class ChatTemplate:
             made["role"] = "system"
         if message.get("tool_calls"):
             made["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
-        if made.get("content") is None:
-            made["content"] = ""
+        made["content"] = text_of(made.get("content"))
         return made
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +246,18 @@ def beginning_of(messages: Sequence[Message]) -> str | None:
             "a prompt cannot end with calls of tools that have no results; found a last message of the assistant's "
             "with tool_calls; add what the tools answered, or leave the message out"
         )
-    return str(messages[-1].get("content") or "")
+    return str(text_of(messages[-1].get("content")))
+
+
+def text_of(content: Any) -> Any:
+    """Content as templates of texts take it: nothing as an empty text, parts as theirs one behind the other. Raises
+    ChatError for parts that are no text."""
+    if not isinstance(content, list | tuple):
+        return "" if content is None else content
+    for part in content:
+        if not isinstance(part, str) and not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+            raise ChatError(f"a message's content may be text alone; found a part {str(part)[:80]}; leave it out")
+    return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:

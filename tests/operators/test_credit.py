@@ -74,6 +74,14 @@ def test_advantages_that_are_rounding_beside_the_rewards_are_no_signal_and_move_
     assert rows_of(*level).signal_R.all() and not whitened(rows_of(*level)).columns_R["advantage"].any()
 
 
+def test_advantages_are_signal_beside_large_rewards_that_differ():
+    made = group(0, size=2).drop_columns(["reward", "advantage"])
+    rewards = np.array([1e10, 2e10])
+    made = made.append_column("reward", pa.array(rewards))
+    rows = rows_of(made.append_column("advantage", pa.array(normalized_advantage(rewards))))
+    assert np.allclose(np.abs(rows.columns_R["advantage"]), 0.5**0.5) and rows.signal_R.all()
+
+
 def with_rewards(batch, reward):
     """All with that reward, and with the advantage that a subtraction of the mean gives."""
     rewards = np.full(batch.num_rows, reward)

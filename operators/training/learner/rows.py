@@ -151,7 +151,7 @@ def step_rows(batches: Sequence[pa.RecordBatch], columns: Iterable[str]) -> Step
             columns_R[name] = column.to_numpy(zero_copy_only=False)
     groups_R = one_chunk(table, records.GROUP_ID).to_numpy()
     if "reward" in table.column_names and pa.types.is_floating(table.schema.field("reward").type) and len(tokens):
-        rewards_R = np.abs(one_chunk(table, "reward").to_numpy(zero_copy_only=False))
+        rewards_R = one_chunk(table, "reward").to_numpy(zero_copy_only=False)
         _silence(rewards_R, groups_R, offsets, columns_R, columns_S)
     if records.TEMPERATURE in table.column_names:
         columns_R[records.TEMPERATURE] = one_chunk(table, records.TEMPERATURE).to_numpy(zero_copy_only=False)
@@ -174,10 +174,10 @@ def _silence(
     rewards_R: AnyArray, groups_R: AnyArray, offsets: AnyArray, columns_R: dict[str, AnyArray],
     columns_S: dict[str, AnyArray],
 ) -> None:  # fmt: skip
-    """Advantages that are rounding beside the rewards of their group, which are given without sign, become 0."""
-    starts = np.flatnonzero(np.diff(groups_R, prepend=groups_R[0] - 1))
-    counts = np.diff(np.r_[starts, len(groups_R)])
-    least_R = ROUNDING * np.repeat(np.maximum.reduceat(rewards_R, starts), counts)
+    """In groups of equal rewards, advantages that are rounding beside these become 0."""
+    groups = np.split(rewards_R, np.flatnonzero(np.diff(groups_R)) + 1)
+    sizes = [np.max(np.abs(rewards)) if are_equal(rewards) else 0.0 for rewards in groups]
+    least_R = ROUNDING * np.repeat(sizes, list(map(len, groups)))
     for columns, least in ((columns_R, least_R), (columns_S, np.repeat(least_R, np.diff(offsets)))):
         if records.ADVANTAGE in columns:
             values = columns[records.ADVANTAGE]

@@ -94,11 +94,30 @@ def test_an_end_behind_a_blank_of_the_templates_is_written_once(ended):
     assert form.decode(conversation.prompt()) == f"[INST] hello [/INST]{ended}[INST] hello [/INST]"
 
 
-@pytest.mark.parametrize(("closing", "stops"), [("[END]", ("[END]",)), ("</s>\n", ("</s>",)), (".", ()), ("\n\n", ())])
-def test_a_text_in_brackets_that_ends_turns_is_a_stop_where_no_token_ends_them(closing, stops):
-    template = CHATML.replace("<|im_end|>\n", closing).replace("<|im_start|>", "- ")
-    form = ChatFormat(tokenizer_for(template, special=[]))
+@pytest.mark.parametrize(
+    ("closing", "stops"),
+    [
+        ("[END]", ("[END]",)), ("</s>\n", ("</s>",)), ("<|end|>\n<|", ("<|end|>",)), ("### End\n", ("### End",)),
+        (".", ()), ("\n\n", ()), ("  ", ()),
+    ],
+)  # fmt: skip
+def test_a_mark_that_ends_turns_is_a_stop_where_no_token_but_blanks_ends_them(closing, stops):
+    template = CHATML.replace("<|im_end|>\n", f"{{{{ {closing!r} }}}}").replace("<|im_start|>", "- ")
+    tokenizer = tokenizer_for(template, special=[])
+    tokenizer.add_tokens([AddedToken(blanks, special=False) for blanks in ("\n", "\n\n", "  ")])
+    form = ChatFormat(tokenizer)
     assert (form.end, form.stops) == (None, stops)
+
+
+def test_parts_of_text_are_the_text_and_others_are_refused():
+    template, parts = (
+        ChatTemplate(tokenizer_for(CHATML)),
+        [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+    )
+    begun = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
+    assert template.begun(begun) == (HEAD, "hello")
+    with pytest.raises(ChatError, match="may be text alone; found a part {'type': 'image'}"):
+        template.begun([{"role": "user", "content": [*parts, {"type": "image"}]}])
 
 
 def test_special_tokens_are_those_that_a_decoded_text_leaves_out():
