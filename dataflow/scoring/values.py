@@ -136,12 +136,7 @@ def rows_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> t
     """The answer for several rows as one value for each, with what was wrong by row."""
     if is_broadcast or returned is None:
         return [check(returned)] * rows, {}
-    is_flat = isinstance(returned, np.ndarray) and returned.ndim == 1
-    values = returned.tolist() if is_flat else returned
-    if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping | Set) or _is_single(values):
-        raise Unscored(f"returned {shown(returned)} for {rows} rows; return one value for each")
-    if len(values) != rows:
-        raise Unscored(f"returned {len(values)} values for {rows} rows; return one for each")
+    values = listed(returned, rows)
     checked: list[Any] = []
     failures: dict[int, str] = {}
     for row, value in enumerate(values):
@@ -151,6 +146,17 @@ def rows_values(returned: Any, rows: int, check: Check, is_broadcast: bool) -> t
             checked.append(None)
             failures[row] = f"{UNUSABLE}: {error}"
     return checked, failures
+
+
+def listed(returned: Any, rows: int) -> Sequence[Any]:
+    """What was returned for several rows, one value for each in their order; Unscored for anything else."""
+    is_flat = isinstance(returned, np.ndarray) and returned.ndim == 1
+    values = returned.tolist() if is_flat else returned
+    if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping | Set) or _is_single(values):
+        raise Unscored(f"returned {shown(returned)} for {rows} rows; return one value for each")
+    if len(values) != rows:
+        raise Unscored(f"returned {len(values)} values for {rows} rows; return one for each")
+    return values  # type: ignore[no-any-return]
 
 
 def score_column(values: Sequence[Any], output: pa.DataType) -> pa.Array:

@@ -22,6 +22,8 @@ _MOST_ROWS = 10_000_000
 _MOST_FILES = 100_000
 _LONGEST_NAME = 4096
 _FIRST_ROWS = 1000
+_OTHER_TABLES = (".csv", ".tsv", ".jsonl.zst", ".json.zst", ".csv.gz", ".tsv.gz", ".xlsx")
+_NO_TABLE = (pa.ArrowException, TypeError, ValueError, AttributeError)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -64,7 +66,7 @@ def names_file(row: Any) -> bool:
         return isinstance(row, Path)
     if len(row) > _LONGEST_NAME or not ("." in row or "/" in row) or " " in row or "\n" in row:
         return False
-    return row.endswith(SUFFIXES) or Path(row).expanduser().exists()
+    return row.endswith((*SUFFIXES, *_OTHER_TABLES)) or Path(row).expanduser().exists()
 
 
 def source_fault(source: Any) -> str | None:
@@ -82,6 +84,8 @@ def source_fault(source: Any) -> str | None:
             f"got {type(source).__name__} {source!r:.60} as its source; give a path, a list of paths, an id on the "
             f"hub, or an iterable of dicts or texts"
         )
+    if hasattr(source, "columns") and not _gives_rows(source):
+        return _frame_fault(source)
     files = (
         [names_file(row) for row in itertools.islice(source, _FIRST_ROWS)] if isinstance(source, list | tuple) else []
     )
@@ -100,12 +104,28 @@ def rows_of(source: Any) -> Any:
     """
     if isinstance(source, str | Path | Mapping | Sequence | pa.Table | pa.RecordBatch) or hasattr(source, "read"):
         return source
-    if hasattr(source, "__arrow_c_stream__") or hasattr(source, "columns"):
-        can_peek = hasattr(source, "__iter__") and not isinstance(source, Iterator)
-        is_rows = can_peek and isinstance(next(iter(source), None), Mapping)
-        with contextlib.suppress(pa.ArrowException, TypeError, ValueError, AttributeError):
-            return source if is_rows else pa.table(source)
+    if (hasattr(source, "__arrow_c_stream__") or hasattr(source, "columns")) and not _gives_rows(source):
+        with contextlib.suppress(*_NO_TABLE):
+            return pa.table(source)
     return Replay(source) if isinstance(source, Iterator) else source
+
+
+def _gives_rows(source: Any) -> bool:
+    can_peek = hasattr(source, "__iter__") and not isinstance(source, Iterator)
+    return can_peek and isinstance(next(iter(source), None), Mapping)
+
+
+def _frame_fault(frame: Any) -> str | None:
+    """Why a data frame, which iterates over the names of its columns, is no table of Arrow."""
+    try:
+        pa.table(frame)
+    except _NO_TABLE as error:
+        why = " ".join(str(error).split())
+        return (
+            f"got a {type(frame).__name__} as its source that is no table of Arrow ({type(error).__name__}: "
+            f"{why:.200}); make the values of each column alike, or give its rows as dicts"
+        )
+    return None
 
 
 class Replay:

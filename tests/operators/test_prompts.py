@@ -137,6 +137,18 @@ class Frame:
         return iter(self._table.column_names)
 
 
+class MixedFrame:
+    """A data frame in one of whose columns are numbers and texts, which Arrow does not have."""
+
+    columns = ("prompt", "answer")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return pa.array([1, "x"])
+
+
 SOURCES: dict[str, Callable[[Path], Any]] = {
     "jsonl": lambda folder: write_jsonl(folder / "x.jsonl", ROWS),
     "text path": lambda folder: str(write_jsonl(folder / "x.jsonl", ROWS)),
@@ -493,8 +505,10 @@ def test_a_source_that_is_none_is_a_fault(source: Any) -> None:
         (lambda file: ["2+2=", file], "give files alone"),
         (lambda file: ["missing.parquet", str(file)], "file 'missing.parquet' does not exist"),
         (lambda file: [str(file.parent / "notes.txt")], "give a folder with files ending in"),
+        (lambda file: ["train.csv", "more.csv"], "file 'train.csv' does not exist"),
+        (lambda file: MixedFrame(), "make the values of each column alike, or give its rows as dicts"),
     ],
-    ids=["open file", "set", "splits", "file and text", "text and file", "missing", "other kind"],
+    ids=["open file", "set", "splits", "file and text", "text and file", "missing", "other kind", "csv", "frame"],
 )
 def test_what_iterates_over_texts_by_accident_is_a_fault_of_the_graph(source: Any, do: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").mkdir()

@@ -6,6 +6,7 @@ from typing import Any
 from dataflow.records import COMPLETION, PROMPT
 from dataflow.scorer import Scorer
 from dataflow.scoring.signature import Noted
+from dataflow.scoring.values import listed
 from operators.rewards.foreign.adapting import CallLimits, adapted, gives_of, is_async, note_of, plain, taken_by
 
 _OWN = ("queries", "prompts", "labels")
@@ -32,32 +33,33 @@ def from_openrlhf(
     reads = [PROMPT, COMPLETION, label, *taken.columns(*_OWN)]
 
     def asked(columns: dict[str, Any]) -> dict[str, Any]:
-        prompts, completions = plain(columns.pop(PROMPT)), plain(columns.pop(COMPLETION))
-        given = {each: plain(values) for each, values in columns.items()} | {
+        prompts, completions = plain(columns[PROMPT]), plain(columns[COMPLETION])
+        given = {each: plain(values) for each, values in columns.items() if each not in (PROMPT, COMPLETION)} | {
             "queries": [prompt + said for prompt, said in zip(prompts, completions, strict=True)],
             "prompts": prompts, "labels": plain(columns[label]),
         }  # fmt: skip
         return taken.chosen(given)
 
-    def told(returned: Any) -> Any:
+    def told(returned: Any, rows: int) -> Any:
         facts: list[dict[str, Any]] | None = None
         if isinstance(returned, Mapping):
             if "rewards" not in returned:
                 raise ValueError(f"a dict without 'rewards' was returned: it has {list(returned)}; put them there")
             logged = {"scores": returned.get("scores"), **(returned.get("extra_logs") or {})}
-            rows = {key: _listed(values) for key, values in logged.items() if values is not None}
             returned = returned["rewards"]
-            facts = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
-        values = _listed(returned)
+            if note:
+                lists = {key: listed(_plain(each), rows) for key, each in logged.items() if each is not None}
+                facts = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+        values = listed(_plain(returned), rows)
         if not note:
             return values
         return [Noted(value, note_of(facts[at]) if facts else None) for at, value in enumerate(values)]
 
     def call(**columns: Any) -> Any:
-        return told(function(**asked(columns)))
+        return told(function(**asked(columns)), len(columns[PROMPT]))
 
     async def call_async(**columns: Any) -> Any:
-        return told(await function(**asked(columns)))
+        return told(await function(**asked(columns)), len(columns[PROMPT]))
 
     return adapted(
         call_async if is_async(function) else call, function, reads=reads, gives=gives_of(note, True), per="batch",
@@ -65,6 +67,6 @@ def from_openrlhf(
     )  # fmt: skip
 
 
-def _listed(values: Any) -> list[Any]:
-    """A tensor, an array or a list as a list."""
-    return list(values.tolist() if hasattr(values, "tolist") else values)
+def _plain(values: Any) -> Any:
+    """A tensor or an array as a list; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values

@@ -10,6 +10,7 @@ from dataflow.errors import GraphError
 from dataflow.records import COMPLETION, FINISH_REASON, LOGPROBS, MASK, POSITION, PROMPT, TOKENS
 from dataflow.scorer import Scorer
 from dataflow.scoring.signature import Noted, where_defined
+from dataflow.scoring.values import listed
 from operators.rewards.foreign.adapting import (
     CallLimits,
     adapted,
@@ -98,14 +99,16 @@ def from_slime(
         rows = zip(*columns.values(), strict=True)
         return {"args": known, "samples": [sample(dict(zip(columns, row, strict=True))) for row in rows]}
 
-    def told(returned: Any) -> Any:
-        return [_told(each, reward_key, note) for each in returned] if is_many else _told(returned, reward_key, note)
+    def told(returned: Any, columns: Mapping[str, Any]) -> Any:
+        if not is_many:
+            return _told(returned, reward_key, note)
+        return [_told(each, reward_key, note) for each in listed(returned, len(columns[COMPLETION]))]
 
     def call(**columns: Any) -> Any:
-        return told(function(**asked(columns)))
+        return told(function(**asked(columns)), columns)
 
     async def call_async(**columns: Any) -> Any:
-        return told(await function(**asked(columns)))
+        return told(await function(**asked(columns)), columns)
 
     return adapted(
         call_async if is_async(function) else call, function, reads=[*_ENGINE, label],

@@ -7,6 +7,7 @@ from typing import Any
 from dataflow.records import COMPLETION, MASK, PROMPT, TOKENS, VERSIONS
 from dataflow.scorer import Scorer
 from dataflow.scoring.signature import Noted
+from dataflow.scoring.values import listed
 from operators.rewards.foreign.adapting import (
     CallLimits,
     adapted,
@@ -78,9 +79,9 @@ def from_trl(
         return taken.chosen(given), facts
 
     def told(returned: Any, facts: list[dict[str, Any]]) -> Any:
-        if not note or not hasattr(returned, "__len__") or len(returned) != len(facts):
+        if not note or returned is None:
             return returned
-        return [Noted(value, note_of(row)) for value, row in zip(returned, facts, strict=True)]
+        return [Noted(value, note_of(row)) for value, row in zip(listed(returned, len(facts)), facts, strict=True)]
 
     def call(**columns: Any) -> Any:
         given, facts = asked(columns)

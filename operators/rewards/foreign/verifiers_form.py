@@ -13,6 +13,7 @@ from dataflow.errors import GraphError
 from dataflow.records import COMPLETION, PROMPT
 from dataflow.scorer import Scorer
 from dataflow.scoring.signature import Noted, where_defined
+from dataflow.scoring.values import listed
 from operators.rewards.foreign.adapting import (
     CallLimits,
     Keywords,
@@ -122,14 +123,14 @@ def from_verifiers(
         for label, gives_all, make in calls(rows):
             returned = make()
             returned = await returned if inspect.isawaitable(returned) else returned
-            values[label] += returned if gives_all else [returned]
+            values[label] += listed(returned, len(rows)) if gives_all else [returned]
         return told(values, len(rows))
 
     def call(**columns: Any) -> Any:
         rows = asked(columns)
         values: dict[str, list[Any]] = {label: [] for label in labels}
         for label, gives_all, make in calls(rows):
-            values[label] += make() if gives_all else [make()]
+            values[label] += listed(make(), len(rows)) if gives_all else [make()]
         return told(values, len(rows))
 
     return adapted(

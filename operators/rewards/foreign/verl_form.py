@@ -6,6 +6,7 @@ from typing import Any
 from dataflow.records import COMPLETION
 from dataflow.scorer import Scorer
 from dataflow.scoring.signature import Noted
+from dataflow.scoring.values import listed
 from operators.rewards.foreign.adapting import CallLimits, adapted, gives_of, is_async, nested, note_of, taken_by
 
 _OWN = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -55,21 +56,23 @@ def from_verl(
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         given = {
             source: [row.get("data_source") for row in rows], "solution_strs": columns[COMPLETION],
-            truth: [nested(row, ground_truth) for row in rows],
+            truth: [nested(row, ground_truth) for row in rows if taken.accepts(truth)],
             extra: [dict(row.get("extra_info") or {}) for row in rows],
         }  # fmt: skip
         return {each: value for each, value in given.items() if taken.accepts(each)}
 
-    def told(returned: Any) -> Any:
-        return [_told(each, note) for each in returned] if is_many else _told(returned, note)
+    def told(returned: Any, columns: Mapping[str, Any]) -> Any:
+        if not is_many:
+            return _told(returned, note)
+        return [_told(each, note) for each in listed(returned, len(columns[COMPLETION]))]
 
     ask = asked_of_many if is_many else asked
 
     def call(**columns: Any) -> Any:
-        return told(function(**ask(columns)))
+        return told(function(**ask(columns)), columns)
 
     async def call_async(**columns: Any) -> Any:
-        return told(await function(**ask(columns)))
+        return told(await function(**ask(columns)), columns)
 
     return adapted(
         call_async if is_async(function) else call, function, reads=reads, gives=gives_of(note, is_many),

@@ -228,6 +228,31 @@ def test_what_a_foreign_function_does_wrong_is_the_rows_error_at_its_own_line() 
     assert f"(test_foreign_rewards.py:{line})" in failure.found
 
 
+@pytest.mark.parametrize("note", [False, True])
+@pytest.mark.parametrize("returned", [{0: 5.0, 1: 5.0}, {0.0, 1.0}, [1.0, 1.0, 1.0], [1.0], 1.0, "11"], ids=repr)
+def test_what_a_foreign_function_returns_for_several_rows_is_one_value_for_each(returned: Any, note: bool) -> None:
+    def queried(queries: list[str]) -> Any:
+        return {"rewards": returned}
+
+    def solved(solution_strs: list[str]) -> Any:
+        return returned
+
+    def sampled(args: Any, samples: list[Any]) -> Any:
+        return returned
+
+    def completed(completions: list[str]) -> Any:
+        return returned
+
+    rewards = [
+        from_openrlhf(queried, label="answer", note=note), from_slime(sampled, label="answer", note=note),
+        from_trl(completed, note=note), from_verifiers(completed, note=note), from_verl(solved, note=note),
+    ]  # fmt: skip
+    for reward in rewards:
+        for row in scored(reward, ROWS[:1], size=2) if reward.per == "group" else scored(reward):
+            assert row["reward"] is None
+            assert "for 2 rows; return one" in row[ERROR]
+
+
 def test_a_column_that_a_foreign_function_takes_is_asked_for_when_the_graph_is_built() -> None:
     def wants(completions, **kwargs):  # type: ignore[no-untyped-def]
         return [1.0 if kwargs["reference"] else None for _ in completions]
