@@ -34,6 +34,7 @@ _TURN, _SYSTEMS = "xqs8", ("xqh9", "xqi0")
 _TAG = re.compile(r"\s*(<[^<>/|]+>)")
 _OPEN_TAG = re.compile(r"(<[^<>/|]+>)\s*$")
 _MOST_OPTIONS = 64
+_BEFORE = "\n"
 
 
 class ChatError(GraphError):
@@ -286,6 +287,14 @@ def text_ids(tokenizer: Any, texts: Sequence[str], *, begins: bool = False) -> l
     front = _front(tokenizer) if begins else []
     rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     return [ids if ids[:1] == front[:1] else [*front, *ids] for ids in map(list, rows)]
+
+
+def ids_behind(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text that stands behind another: without the blank that some tokenizers put in front of a text."""
+    ids, before, both = text_ids(tokenizer, [text, _BEFORE, _BEFORE + text]) if text else ([], [], [])
+    spelled = tokenizer.decode(before + ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    is_alone = spelled == _BEFORE + text or both[: len(before)] != before
+    return ids if is_alone else both[len(before) :]
 
 
 def _front(tokenizer: Any) -> list[int]:

@@ -12,7 +12,7 @@ from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN, TrainingRow
 from operators.chat.chat_format import ChatError, ChatFormat, Message
-from operators.chat.chat_template import beginning_of
+from operators.chat.chat_template import beginning_of, ids_behind
 from operators.chat.stitching import Said, stitched
 from operators.chat.tool_calls import CallFormat, ReadTurn, format_of
 
@@ -141,7 +141,7 @@ class Conversation:
     @property
     def _begun(self) -> list[int]:
         """Ids of what the next turn is made to begin with."""
-        return self.form.encode(self.begins)
+        return ids_behind(self.form.tokenizer, self.begins)
 
     def say(
         self, drawn: RolloutTokens, *, begun: Sequence[int] = (), text: str | None = None,

@@ -17,7 +17,7 @@ from dataflow.model import Model
 from dataflow.node import Generate
 from dataflow.records import CHAT_TEMPLATE_KWARGS, PROMPT, TOOLS, AnyArray
 from dataflow.scoring.failure import TOO_LONG, UNUSABLE, RolloutFailure
-from operators.chat.chat_template import ChatTemplate, Message, text_ids
+from operators.chat.chat_template import ChatTemplate, Message, ids_behind, text_ids
 
 _LOOKED_BYTES = 8 << 20
 """Of prompts that are made tokens of to know how many are too long: a second or two."""
@@ -83,9 +83,8 @@ def encode(
         except Exception as error:
             made[place] = str(RolloutFailure(node, UNUSABLE, str(error)))
     rows = text_ids(tokenizer, [text for text, _ in texts.values()], begins=template is None)
-    begun = text_ids(tokenizer, [content for _, content in texts.values()])
-    for place, ids, more in zip(texts, rows, begun, strict=True):
-        made[place] = _checked(ids + more, context_tokens, vocabulary, node)
+    for (place, (_, begun)), ids in zip(texts.items(), rows, strict=True):
+        made[place] = _checked(ids + ids_behind(tokenizer, begun), context_tokens, vocabulary, node)
     return made
 
 

@@ -21,7 +21,7 @@ from dataflow.errors import RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.chat.call_opening import call_opening
 from operators.chat.chat_format import ChatError, ChatFormat
-from operators.chat.chat_template import ChatTemplate, mixed_stop
+from operators.chat.chat_template import ChatTemplate, ids_behind, mixed_stop
 from operators.chat.conversation import Past
 from operators.chat.tool_calls import format_of
 from operators.engine.finish_reasons import ABORTED
@@ -234,7 +234,7 @@ class Service:
             if self._sessions is None:
                 why = "no call can be forced with this chat template; its delimiters were not found"
                 raise ChatError(f'{why}; send tool_choice="auto"')
-            return tuple(self._sessions.form.encode(call_opening(self._sessions.form, must_call)))
+            return tuple(ids_behind(self._sessions.form.tokenizer, call_opening(self._sessions.form, must_call)))
         except ChatError as error:
             raise bad("tool_choice", str(error), "unsupported_parameter") from error
 

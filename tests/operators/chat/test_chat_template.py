@@ -1,13 +1,16 @@
 """What a chat template is given: messages as it takes them, turns that have begun, stops and beginnings of texts."""
 
+import json
+
 import pytest
 import transformers
 from template_rig import CHATML, STRIPPING, TOOL, check_rows, rng_of, sampled, tokenizer_for, trl_template
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.chat_template import ChatTemplate, mixed_stop, special_tokens
 from operators.chat.conversation import Conversation
+from operators.generation.tokenize import RowLayout, encode
 
 ASKED = [{"role": "user", "content": "hello"}]
 SYSTEM, DEVELOPER = {"role": "system", "content": "one"}, {"role": "developer", "content": "two"}
@@ -61,6 +64,18 @@ def test_templates_of_real_models_go_on_with_a_turn_that_has_begun(name, content
     assert begun == content and text.count("<think>") + begun.count("<think>") == content.count("<think>")
     opened = form.render(ASKED)
     assert opened.startswith(text) or text.startswith(opened)
+
+
+def test_a_turn_that_has_begun_has_no_blank_in_front_that_tokenizers_put_before_a_text():
+    """As Llama 2's, Mistral's and Zephyr's."""
+    tokenizer = tokenizer_for(CHATML)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    form, begun = ChatFormat(tokenizer), [*ASKED, {"role": "assistant", "content": "It is"}]
+    ids = encode(
+        tokenizer, [json.dumps(begun)], [RowLayout()], node="generator", template=form, context_tokens=1000
+    )[0]  # fmt: skip
+    for prompt in (ids, Conversation(form, begun).prompt()):
+        assert form.decode(prompt).endswith("assistant\nIt is")
 
 
 def test_a_beginning_that_the_world_speaks_behind_was_a_turn():
