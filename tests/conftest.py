@@ -68,10 +68,12 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without the slow tests a law gets a quarter of its examples (`rigs/examples.py`); Control-C is heard by programs
-    of tests also where a shell has put the tests themselves into the background."""
+    """Without the slow tests a law gets a quarter of its examples (`rigs/examples.py`); Control-C and hang-ups are
+    heard by programs of tests also where a shell has put the tests themselves into the background."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; programs of tests are not to inherit that
+        signal.signal(signal.SIGHUP, lambda *_: None)
     # A machine that has much else to do fails no test for that.
     anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("every", anywhere, max_examples=100)
