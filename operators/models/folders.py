@@ -99,7 +99,8 @@ def _of_layer(path: str, pattern: Mapping[str, float] | None, usual: float) -> f
 def _config(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = dict(json.loads((folder / ADAPTER_CONFIG).read_text("utf-8")))
-        if wrong := [name for name in ("r", "lora_alpha") if not isinstance(config.get(name), int | float)]:
+        wrong = [name for name in ("r", "lora_alpha") if not isinstance(config.get(name), int | float)]
+        if wrong and config.get("peft_type", "LORA") == "LORA":
             raise ValueError(f"{wrong[0]}={config.get(wrong[0])!r}")
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(

@@ -165,8 +165,14 @@ def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
     )
 
 
+def set_aside(bounds: Bounds) -> dict[str, None]:
+    """Fields that may say what they like, where no wish of a call's is granted."""
+    names = (*WISHES, "seed", "top_k", "min_p", "repetition_penalty")
+    return {} if bounds.samples else dict.fromkeys(names)
+
+
 def _check_known(kind: Kind, name: str, value: Any, bounds: Bounds) -> None:
-    if name in FIELDS[kind] or name in WITHOUT_EFFECT or (name in WISHES and not bounds.samples):
+    if name in FIELDS[kind] or name in WITHOUT_EFFECT or name in set_aside(bounds):
         return
     if name in ONLY:
         if not any(value == allowed for allowed in ONLY[name]):

@@ -10,7 +10,7 @@ from operators.serving.apis.api import Api, is_search, named_event, only_fields,
 from operators.serving.bounds import Bounds
 from operators.serving.calls import Choice, ServedCall
 from operators.serving.errors import ApiError, bad
-from operators.serving.requests import Request, parse
+from operators.serving.requests import Request, parse, set_aside
 from operators.serving.text import Vocabulary
 
 FIELDS: dict[str, Any] = {
@@ -28,7 +28,7 @@ _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 
 def parse_messages(body: Any, bounds: Bounds) -> Request:
     """The chat that a body asks for. Raises ApiError."""
-    given = only_fields(body, FIELDS)
+    given = only_fields(body, {**FIELDS, **set_aside(bounds)})
     if "max_tokens" not in given:
         raise bad("max_tokens", "'max_tokens' is missing; found none; give how many tokens may be written")
     said = given.get("messages")

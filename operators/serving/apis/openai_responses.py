@@ -9,7 +9,7 @@ from operators.serving.apis.api import Api, is_search, named_event, only_fields,
 from operators.serving.bounds import Bounds
 from operators.serving.calls import Choice, ServedCall
 from operators.serving.errors import bad
-from operators.serving.requests import Request, parse
+from operators.serving.requests import Request, parse, set_aside
 from operators.serving.responses import usage
 from operators.serving.text import Vocabulary
 
@@ -30,7 +30,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 def parse_response(body: Any, bounds: Bounds) -> Request:
     """The chat that a body asks for. Raises ApiError."""
-    given = only_fields(body, FIELDS)
+    given = only_fields(body, {**FIELDS, **set_aside(bounds)})
     messages: list[Any] = []
     if "instructions" in given:
         messages.append({"role": "system", "content": texts_of("instructions", given["instructions"])})

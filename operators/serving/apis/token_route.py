@@ -9,7 +9,7 @@ from operators.serving.apis.api import Api, only_fields
 from operators.serving.bounds import Bounds
 from operators.serving.calls import ServedCall
 from operators.serving.errors import bad
-from operators.serving.requests import MOST_TOKENS, WISHES, Request, parse
+from operators.serving.requests import MOST_TOKENS, WISHES, Request, parse, set_aside
 from operators.serving.responses import event, usage
 from operators.serving.text import Vocabulary
 
@@ -33,8 +33,7 @@ _OWN = (
 def parse_tokens(body: Any, bounds: Bounds) -> Request:
     """The call that a body asks for. Raises ApiError."""
     given = only_fields(body, FIELDS)
-    aside = {} if bounds.samples else dict.fromkeys(WISHES)
-    sampling = only_fields(given.get("sampling_params", {}), {**SAMPLING, **aside})
+    sampling = only_fields(given.get("sampling_params", {}), {**SAMPLING, **set_aside(bounds)})
     ids = given.get("token_ids")
     if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
         raise bad("token_ids", f"'token_ids' must be a list of ids; found {str(ids)[:80]!r}; give at least one")

@@ -197,12 +197,16 @@ def test_how_a_turn_is_sampled_is_granted_or_refused_by_a_server_and_set_aside_b
         for wish in refused:
             assert post("/v1/chat/completions", {**CHAT, **wish}, 400)["error"]["code"] == "unsupported_parameter"
             post("/inference/v1/generate", {**ids, "sampling_params": {"max_tokens": 4, **wish}}, 400)
+            post("/v1/responses", {"model": "tiny", "input": "hello", **wish}, 400)
+            post("/v1/messages", {**CHAT, **wish}, 400)
         post("/v1/chat/completions", {**CHAT, "temperature": 0.1, "frequency_penalty": 0, "logit_bias": {}})
     with in_run() as (post, works):
         post("/v1/chat/completions", {**CHAT, **WISHED, "seed": 7})
         post("/v1/completions", {"model": "tiny", "prompt": "hello", **WISHED})
         post("/inference/v1/generate", {**ids, "sampling_params": {"max_tokens": 4, **WISHED}})
-        assert [work.sampling for work in works] == [None] * 3
+        post("/v1/responses", {"model": "tiny", "input": "hello", **WISHED, "seed": 7, "min_p": 0.1})
+        post("/v1/messages", {**CHAT, **WISHED, "seed": 7})
+        assert [work.sampling for work in works] == [None] * 5
         for wrong in (
             {"temperature": -1},
             {"temperature": "hot"},
