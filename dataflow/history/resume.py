@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,7 +223,9 @@ def go_on_with(folder: RunFolder, launch: object) -> str:
     """What a user does to take a run up again that has failed. launch: how it was started; None: by a call of run."""
     path = folder.path
     short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"go on with: dataflow resume {short}" if launch is not None else f"go on with: run(graph, resume='{short}')"
+    if launch is None:
+        return f"go on with: run(graph, resume={str(short)!r})"
+    return f"go on with: dataflow resume {shlex.quote(str(short))}"
 
 
 def _ledger(folder: RunFolder, consumed: Mapping[str, list[str]]) -> Ledger:

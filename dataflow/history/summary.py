@@ -1,6 +1,7 @@
 """The summary of a run, computed from its folder."""
 
 import contextlib
+import shlex
 import shutil
 import sys
 from collections import Counter
@@ -50,6 +51,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     bound = bounded(seconds, times.get("busy_seconds", {}), times.get("beside_seconds", {}), config)
     efficiency = bound.share if bound else None
     path, program = _from_here(folder.path), _program()
+    quoted = shlex.quote(str(path))
     return Summary(
         graph=graph.get("name", path.name), outcome=times.get("outcome", "not finished"),
         steps=len(steps), wall_s=seconds, rollouts=sum(line.get("rollouts", 0) for line in steps),
@@ -67,11 +69,11 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
         verdict=verdict, is_clean=is_clean, folder=str(path), models=_models(folder, graph),
         folder_bytes=folder.size_bytes, not_kept=_not_kept(folder),
         commands=(
-            *(() if times.get("outcome") == "finished" else ((f"{program} resume {path}", "go on from here"),)),
+            *(() if times.get("outcome") == "finished" else ((f"{program} resume {quoted}", "go on from here"),)),
             *_from_copies(program, config, times),
             (live_command(folder), "the run in a browser: graph, curves, rollouts, faults"),
-            (f"{program} verify {path}", "the ledger, recomputed from the folder"),
-            (f"{program} show {path}", "this summary again"),
+            (f"{program} verify {quoted}", "the ledger, recomputed from the folder"),
+            (f"{program} show {quoted}", "this summary again"),
             (str(path / "curve.svg"), "reward and accuracy by step"),
             (str(path / "graph.svg"), "the graph as it was placed"),
             (str(path / "trace.json"), "who worked when, for ui.perfetto.dev"),
@@ -130,7 +132,7 @@ def _not_kept(folder: RunFolder) -> str:
 
 def live_command(folder: RunFolder) -> str:
     """How the page of a run is opened from here."""
-    return f"{_program()} live {_from_here(folder.path)}"
+    return f"{_program()} live {shlex.quote(str(_from_here(folder.path)))}"
 
 
 def _models(folder: RunFolder, graph: Mapping[str, Any]) -> tuple[str, ...]:
@@ -147,7 +149,9 @@ def _from_here(path: Path) -> Path:
 
 def _program() -> str:
     """How the `dataflow` command is called from this shell: by its name, or through the Python of its environment."""
-    return "dataflow" if shutil.which("dataflow") else f"{_from_here(Path(sys.executable))} -m dataflow"
+    return (
+        "dataflow" if shutil.which("dataflow") else f"{shlex.quote(str(_from_here(Path(sys.executable))))} -m dataflow"
+    )
 
 
 def _added(steps: Sequence[Mapping[str, Any]], figure: str) -> str:

@@ -156,7 +156,7 @@ def _backwards(text: bytes) -> Iterator[dict[str, Any]]:
 
 def _is_folder_of_its_own(path: Path) -> bool:
     """Whether it is a folder, and no link to another one beside it, such as `latest`."""
-    if path.is_symlink() and path.resolve().parent == path.parent.resolve():
+    if path.is_symlink() and (path.parent / path.readlink()).parent.resolve() == path.parent.resolve():
         return False
     return stat.S_ISDIR(path.stat().st_mode)
 
