@@ -135,7 +135,10 @@ class InWorkerWorlds:
         try:
             async with limit:
                 values = [await self._settings.prepare(payload)(0, ask)]
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # by `close`; otherwise the world has raised it
             failures = {0: self._settings.late if limit.expired() else self._settings.describe(error)}
         finally:
             del self._tasks[job]

@@ -1,5 +1,6 @@
 """What counts as work of an episode's processes, and what is told of those that fail."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,10 @@ async def rewards(chat: Chat) -> None:
     chat.reward(float("inf"))
 
 
+async def is_cancelled(chat: Chat) -> None:
+    raise asyncio.CancelledError  # as a client library does whose own task was
+
+
 async def says_nothing(chat: Chat) -> None:
     chat.rewrite([{"role": "user", "content": None}])
 
@@ -111,6 +116,7 @@ async def calls_nothing(chat: Chat) -> None:
 HARMS = {each.__name__: each for each in (hears, rewrites, rewrites_messages, begins, ends, asks_for_much)}
 FAILS = {
     "asks_for_a_part": (asks_for_a_part, "whole number"), "rewards": (rewards, "finite"),
+    "is_cancelled": (is_cancelled, "raised: CancelledError"),
     "says_nothing": (says_nothing, "a role and a text"), "says_no_json": (says_no_json, "JSON"),
     "calls_nothing": (calls_nothing, "unusable"),
 }  # fmt: skip
