@@ -173,7 +173,7 @@ def test_when_the_process_that_starts_programs_dies_they_end_and_others_can_be_s
     os.kill(line.pid, signal.SIGKILL)
     wait_until(lambda: line.ended() is None, WAIT_S)
     line.restart()
-    assert not sleeping(20104)
+    wait_until(lambda: not sleeping(20104), WAIT_S)  # a kill takes effect a moment after it is sent
     start(line, 1, "echo", "again")
     assert ended(line, 1)[1].last == "again"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rigs.graphs import losses, tiny_graph
+from rigs.machine import wait_until
 from rigs.operators import Around, wrapped
 
 from dataflow import Devices, Result, Run, inline, run, verify
@@ -26,6 +27,7 @@ from dataflow.runtime import Batch
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(3000)]
 
 STEPS, QUICK, MANY = 5, 3, 300
+WRITTEN_S = 30.0
 PAGE_BYTES = 4096
 ADDRESSES = (
     "", "api/runs", "api/graph", "api/now", "api/names", "api/series?key=trainer/loss", "api/marks", "trace",
@@ -55,8 +57,9 @@ def killed(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[K
     class Dying(Around):
         def work(self) -> list[Batch] | None:
             made = super().work()
-            checkpoints = [path.name for path in (runs / "latest/checkpoints").iterdir()]
-            if (runs / "latest/rollouts/step-000003.arrow").exists() and checkpoints == ["step-000002"]:
+            if (runs / "latest/rollouts/step-000003.arrow").exists():
+                checkpoints = runs / "latest/checkpoints"  # of step 2, which a thread writes
+                wait_until(lambda: [path.name for path in checkpoints.iterdir()] == ["step-000002"], WRITTEN_S)
                 shutil.copytree((runs / "latest").resolve(), runs / "left")
                 raise ValueError("dies")
             return made
