@@ -1,0 +1,86 @@
+"""Questions about arithmetic in plain English, for models that have a chat template: `What is 37 + 14?` to `51`."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from graphs.tasks.held_out import is_held_out
+from operators import Prompts
+
+ASK = "Answer with the number only."
+"""Ends every question that is made here, so that answers are short."""
+
+GSM8K = "openai/gsm8k"
+"""Word problems of grade school, with worked solutions as answers (MIT licence, arXiv 2110.14168)."""
+
+TRAINED, EVALUATED = 20_000, 512
+"""Questions of a task that are drawn, some of them more than once."""
+
+SUMMANDS, FACTORS = (2, 60), (2, 30)
+"""Smallest and largest operand of sums and differences, and of products."""
+
+
+def rows(task: str, count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, str]]:
+    """Yield `count` rows {"prompt", "answer"} of a task, drawn from the seed.
+
+    Args:
+        task: "sums" (sums and differences of two numbers, none below 0), "products" (of two numbers), or "chains"
+            (sums and differences of up to four numbers, from the package reasoning-gym).
+        held_out: the questions of evaluation, a fixed eighth of all, which are never among the others.
+    """
+    draw = random.Random(f"questions-{task}-{seed}-{held_out}")
+    made = 0
+    while made < count:
+        question, answer = _TASKS[task](draw)
+        if is_held_out(question) == held_out:
+            yield {"prompt": f"{question} {ASK}", "answer": str(answer)}
+            made += 1
+
+
+def prompts(task: str, *, gsm8k: str = GSM8K, held_out: bool = False, **knobs: Any) -> Prompts:
+    """The questions of a task as chat prompts with their answers; those of "gsm8k" from a data set's id or folder."""
+    if task == "gsm8k":
+        split = "test" if held_out else "train"
+        config = "main" if gsm8k == GSM8K else None
+        return Prompts(
+            gsm8k, config=config, split=split, prompt_column="question", columns=("answer",), chat=True, **knobs
+        )
+    made = rows(task, EVALUATED if held_out else TRAINED, seed=0, held_out=held_out)
+    return Prompts(list(made), columns=("answer",), chat=True, **knobs)
+
+
+def _sum(draw: random.Random) -> tuple[str, int]:
+    first, second = draw.randint(*SUMMANDS), draw.randint(*SUMMANDS)
+    if draw.random() < 0.5:
+        return f"What is {first} + {second}?", first + second
+    larger, smaller = max(first, second), min(first, second)
+    return f"What is {larger} - {smaller}?", larger - smaller
+
+
+def _product(draw: random.Random) -> tuple[str, int]:
+    first, second = draw.randint(*FACTORS), draw.randint(*FACTORS)
+    return f"What is {first} * {second}?", first * second
+
+
+def _chain(draw: random.Random) -> tuple[str, str]:
+    chain = _chains()[draw.randrange(_CHAINS)]
+    return f"What is {chain['metadata']['expression']}?", chain["answer"]
+
+
+@functools.cache
+def _chains() -> Any:
+    from reasoning_gym import create_dataset
+
+    knobs = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}
+    return create_dataset("chain_sum", size=_CHAINS, seed=0, **knobs)
+
+
+_CHAINS = 1 << 30
+_TASKS: dict[str, Callable[[random.Random], tuple[str, int | str]]] = {
+    "sums": _sum,
+    "products": _product,
+    "chains": _chain,
+}
