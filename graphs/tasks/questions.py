@@ -16,7 +16,7 @@ ASK = "Answer with the number only."
 GSM8K = "openai/gsm8k"
 """Word problems of grade school, with worked solutions as answers (MIT licence, arXiv 2110.14168)."""
 
-TRAINED, EVALUATED = 20_000, 512
+TRAINED, EVALUATED = 20_000, 256
 """Questions of a task that are drawn, some of them more than once."""
 
 SUMMANDS, FACTORS = (2, 60), (2, 30)
