@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -28,11 +28,13 @@ class Failed(Exception):
 class Program:
     """One process that runs, or goes on with, a run."""
 
-    def __init__(self, command: Sequence[str], said: Path) -> None:
-        """said: the file that its output is appended to."""
+    def __init__(self, command: Sequence[str], said: Path, environment: Mapping[str, str] | None = None) -> None:
+        """said: the file that its output is appended to. environment: its whole environment; None: this process's."""
         self._said = said
         with said.open("ab") as out:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+            )
         self.pid = self._process.pid
 
     @property

@@ -24,9 +24,7 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -35,6 +33,7 @@ from rich.console import Console
 from bench.end_to_end.cases import CASES, SYSTEMS, make_case, make_policy
 from bench.end_to_end.pace import HEAVY, Measured, figures, medians
 from bench.end_to_end.systems import cooldown, run_system
+from bench.own_process import figures_of
 from bench.report import Figure, Report
 
 RUN_TIMEOUT_S = 900.0
@@ -100,21 +99,15 @@ def run_all(options: argparse.Namespace, report: Report) -> bool:
 
 def measure(system: str, case: str, repeat: int, options: argparse.Namespace) -> dict[str, Figure] | str:
     """The figures of one run in a process of its own, or the end of what it said when it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "measured.json"
-        command = [sys.executable, "-m", "bench.end_to_end", "--child", system, case, str(repeat), str(out)]
-        command += ["--threads", str(options.threads), "--policies", str(options.policies.absolute())]
-        command += ["--quick"] if options.quick else []
-        try:
-            done = subprocess.run(
-                command, env=environment(system, options.threads), stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=RUN_TIMEOUT_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"did not end within {RUN_TIMEOUT_S:g} s"
-        if done.returncode or not out.is_file():
-            return f"exit status {done.returncode}: {done.stdout[-2000:]}"
-        measured = Measured(**json.loads(out.read_text()))
+    flags = ["--threads", str(options.threads), "--policies", str(options.policies.absolute())]
+    flags += ["--quick"] if options.quick else []
+    found = figures_of(
+        "bench.end_to_end", [system, case, str(repeat)], flags, timeout_s=RUN_TIMEOUT_S,
+        environment=environment(system, options.threads),
+    )  # fmt: skip
+    if "failed" in found:
+        return str(found["failed"])
+    measured = Measured(**found)
     facts = make_case(case, options.policies, quick=options.quick)
     return figures(measured, warmup=facts.warmup[system], cooldown=cooldown(system), level=facts.level)
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,6 +30,7 @@ from rich.console import Console
 
 from bench.learning.figures import row_of, summary
 from bench.learning.picture import picture
+from bench.own_process import figures_of
 from bench.report import Report
 
 NAMES = (
@@ -111,23 +110,10 @@ def finished(path: Path | None) -> list[dict[str, Any]]:
 
 def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """The figures of one run in a process of its own, or {"failed": the end of what it said}."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", "bench.learning", "--child", name, str(seed), str(out)]
-        command += ["--prompts", options.prompts, "--eval", options.eval, "--steps", str(options.steps)]
-        command += ["--points", str(options.points), "--policies", str(options.policies.absolute())]
-        command += ["--tiny"] if options.tiny else []
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                timeout=RUN_TIMEOUT_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return {"failed": f"did not end within {RUN_TIMEOUT_S:g} s"}
-        if done.returncode or not out.is_file():
-            return {"failed": f"exit status {done.returncode}: {done.stdout[-2000:]}"}
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+    flags = ["--prompts", options.prompts, "--eval", options.eval, "--steps", str(options.steps)]
+    flags += ["--points", str(options.points), "--policies", str(options.policies.absolute())]
+    flags += ["--tiny"] if options.tiny else []
+    return figures_of("bench.learning", [name, str(seed)], flags, timeout_s=RUN_TIMEOUT_S)
 
 
 def _policies(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, str]:

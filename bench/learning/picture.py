@@ -18,14 +18,16 @@ DASHES = ("none", "6 4", "2 3")
 """One after the other, each for as many lines as there are colours."""
 
 
-def picture(lines: Sequence[Mapping[str, Any]], title: str = "Calculator steps of GSM8K") -> str:
-    """The mean curve of each algorithm over its seeds; failed runs are left out."""
+def picture(
+    lines: Sequence[Mapping[str, Any]], title: str = "Calculator steps of GSM8K", evaluated: str = "steps"
+) -> str:
+    """The mean curve of each algorithm over its seeds; failed runs are left out. evaluated: what is held out."""
     good = [line for line in lines if "failed" not in line]
     names = list(dict.fromkeys(line["system"] for line in good))
     curves = {name: mean_curve([line for line in good if line["system"] == name]) for name in names}
     body = [f'<text class="heading" x="{LEFT:g}" y="28">{xml(title)}</text>']
     if curves:
-        body += _drawn(curves)
+        body += _drawn(curves, evaluated)
     else:
         body.append(f'<text class="axis" x="{LEFT:g}" y="{HEIGHT / 2:g}">no run was finished</text>')
     extra = ".dataflow-graph .end{text-anchor:end}.dataflow-graph .middle{text-anchor:middle}"
@@ -37,7 +39,7 @@ def picture(lines: Sequence[Mapping[str, Any]], title: str = "Calculator steps o
     ])  # fmt: skip
 
 
-def _drawn(curves: Mapping[str, Sequence[Point]]) -> list[str]:
+def _drawn(curves: Mapping[str, Sequence[Point]], evaluated: str) -> list[str]:
     points = [point for curve in curves.values() for point in curve]
     most = max(1, *(rollouts for rollouts, _ in points))
     low = math.floor(20 * min(accuracy for _, accuracy in points)) / 20
@@ -57,7 +59,8 @@ def _drawn(curves: Mapping[str, Sequence[Point]]) -> list[str]:
         words = f"{most * part / 4:,.0f}"
         body.append(f'<text class="axis middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{words}</text>')
     middle = f'x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{HEIGHT - 12:g}"'
-    body.append(f'<text class="axis middle" {middle}>rollouts generated; y: accuracy on held-out steps</text>')
+    words = f"rollouts generated; y: accuracy on held-out {evaluated}"
+    body.append(f'<text class="axis middle" {middle}>{words}</text>')
     heights = apart([place(curve[-1])[1] for curve in curves.values()], APART)
     for index, ((name, curve), y) in enumerate(zip(curves.items(), heights, strict=True)):
         stream, dash = index % len(theme.LIGHT_STREAMS), DASHES[index // len(theme.LIGHT_STREAMS) % len(DASHES)]

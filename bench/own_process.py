@@ -1,0 +1,47 @@
+"""A run of a bench in a process of its own: started with the bench's own module, it writes its figures into a file."""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.chaos.program import Failed, Program
+
+WATCH_S = 0.5
+
+
+def figures_of(
+    module: str,
+    names: Sequence[str],
+    flags: Sequence[str] = (),
+    *,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    watch: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What `python -m module --child NAMES FILE FLAGS` wrote into FILE as JSON, or {"failed": why there is nothing}.
+
+    environment: the child's whole environment; None: this process's.
+    watch: called with the child's process id every half second while it runs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", module, "--child", *names, str(out), *flags]
+        program = Program(command, Path(folder) / "said", environment)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while watch is not None and not program.is_over and time.monotonic() < deadline:
+                watch(program.pid)
+                time.sleep(WATCH_S)
+            program.wait(max(0.1, deadline - time.monotonic()))
+            found: dict[str, Any] = json.loads(out.read_text())
+        except Failed as failure:
+            return {"failed": str(failure)}
+        except OSError as failure:
+            return {"failed": f"it ended without figures: {failure}: {program.output_tail()}"}
+        finally:
+            program.kill()
+        return found

@@ -1,0 +1,33 @@
+"""Held-out accuracy of a model in a folder: greedy, and sampled as it was trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from bench.real.task import Task
+from bench.report import Figure
+from dataflow import Graph, collect
+from operators.rewards import find
+
+
+def accuracies(task: Task, folder: str, *, samples: int, seed: int = 0) -> dict[str, Figure]:
+    """`accuracy`: mean over the held-out questions of so many samples at temperature 1; `greedy`: of the likeliest.
+
+    `question_error`: standard error of `accuracy` over the questions; runs that answer the same questions share most
+    of it.
+    """
+    held = replace(task, policy=folder)
+    found = {}
+    for name, count, temperature in (("accuracy", samples, 1.0), ("greedy", 1, 0.0)):
+        g = Graph(name)
+        prompts = task.prompts(task.held_out, name="held_out", epochs=1, group_size=count)
+        stream = find("number")(held.generator(temperature=temperature)(g.source(prompts)))
+        table = collect(stream, rows=count * len(task.held_out), seed=seed)
+        found[name] = np.array(table.column("reward").to_pylist(), float).reshape(-1, count).mean(1)
+    each = found["accuracy"]
+    return {
+        "accuracy": float(each.mean()), "question_error": float(each.std(ddof=1) / len(each) ** 0.5),
+        "greedy": float(found["greedy"].mean()), "questions": len(each), "samples": samples,
+    }  # fmt: skip

@@ -1,0 +1,133 @@
+"""What all parts of the bench train on what: sums and differences in the model's own chat, and the graph of it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from dataflow import Graph, Model
+from dataflow.node import Source
+from graphs import arithmetic
+from graphs.tasks import questions
+from operators import Evaluate, Generator, Logprobs, Prompts, Trainer
+from operators.credit import advantage
+from operators.engine.knobs import WEIGHTS
+from operators.losses import aipo, rloo, with_kl
+from operators.rewards import find
+
+Row = dict[str, str]
+RHO = 4.0
+TASKS = ("sums", "products", "chains")
+DRAWN = 20
+"""Questions that are drawn for each that is wanted: some come again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One setting of the run, the same for every part and system."""
+
+    policy: str
+    """Folder, id, or package of the model."""
+    train: tuple[Row, ...]
+    """{"prompt", "answer"}."""
+    held_out: tuple[Row, ...]
+    """Never trained."""
+    prompts_per_step: int
+    group_size: int
+    max_tokens: int
+    lr: float
+    chat: bool
+    dtype: str
+    """Type that weights are computed in."""
+    weights: Literal["model", "int8", "int8_dynamic", "fp8"]
+    """How the generator's linear layers compute."""
+
+    @property
+    def model(self) -> Model:
+        """The policy."""
+        return Model(self.policy, dtype=self.dtype)
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Of all groups."""
+        return self.prompts_per_step * self.group_size
+
+    def generator(self, model: Model | None = None, **knobs: Any) -> Generator:
+        """Rollouts of the policy, or of another model, laid out as the task lays them out."""
+        return Generator(
+            model or self.model, group_size=self.group_size, max_tokens=self.max_tokens, chat=self.chat,
+            weights=self.weights, **knobs,
+        )  # fmt: skip
+
+    def prompts(self, rows: Sequence[Row], **knobs: Any) -> Prompts:
+        """These rows as a source."""
+        return Prompts(list(rows), columns=("answer",), chat=self.chat, **knobs)
+
+    def graph(
+        self,
+        name: str,
+        prompts: Source,
+        *,
+        max_staleness: int,
+        corrected: bool = True,
+        kl: float = 0.0,
+        held_out: Source | None = None,
+        every_steps: int = 1,
+    ) -> Graph:
+        """AIPO on `prompts`; the run ends with them.
+
+        corrected: False: plain policy gradient, without importance weights. kl: what a nat from the start costs.
+        """
+        g, reward = Graph(name), find("number")
+        generator = self.generator()
+        loss: Callable[..., Any] = partial(aipo, rho=RHO) if corrected else rloo
+        rollouts = generator(g.source(prompts))
+        if kl:
+            rollouts = Logprobs(self.model.frozen())(rollouts)
+            loss = with_kl(loss, kl, corrected=max_staleness > 0)
+        trainer = Trainer(
+            self.model, loss=loss, prompts_per_step=self.prompts_per_step, lr=self.lr, recover_within_s=math.inf
+        )
+        trainer(advantage(reward(rollouts)))
+        if held_out is not None:
+            Evaluate(every_steps=every_steps)(reward(generator(g.source(held_out))))
+        g.feedback(trainer.weights, generator, max_staleness=max_staleness)
+        return g
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `task_of` reads; what graphs.arithmetic has as well is as it is there."""
+    usual = {name: each.default for name, each in inspect.signature(arithmetic.build).parameters.items()}
+    found = parser.add_argument_group("the task")
+    found.add_argument("--policy", default=usual["policy"], help="folder, id or package (default: %(default)s)")
+    found.add_argument("--task", choices=TASKS, default=usual["task"], help="default: %(default)s")
+    for name in ("prompts_per_step", "group_size", "max_tokens"):
+        found.add_argument(f"--{name.replace('_', '-')}", type=int, default=usual[name], help="default: %(default)s")
+    found.add_argument("--lr", type=float, default=usual["lr"], help="default: %(default)s")
+    found.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+    found.add_argument("--weights", choices=WEIGHTS, default="model", help="of the generator's linear layers")
+    found.add_argument("--no-chat", action="store_true", help="prompts as they stand, for a model without a template")
+    found.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
+    found.add_argument("--questions", type=int, default=512, help="that are held out (default: %(default)s)")
+
+
+def task_of(options: argparse.Namespace) -> Task:
+    """The task that the flags name."""
+    return Task(
+        policy=options.policy, train=tuple(questions.rows(options.task, questions.TRAINED, seed=0)),
+        held_out=distinct(options.task, options.questions), prompts_per_step=options.prompts_per_step,
+        group_size=options.group_size, max_tokens=options.max_tokens, lr=options.lr, chat=not options.no_chat,
+        dtype=options.dtype, weights=options.weights,
+    )  # fmt: skip
+
+
+def distinct(task: str, count: int) -> tuple[Row, ...]:
+    """So many held-out questions, each once; fewer where the task has no more."""
+    drawn = questions.rows(task, DRAWN * count, seed=1, held_out=True)
+    found = {row["prompt"]: row for row in drawn}
+    return tuple(found.values())[:count]
