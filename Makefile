@@ -1,5 +1,5 @@
 # demo: learn to sort; test: the quick tests; test-all: the slow ones too, and test-narrow: as if the processor were
-# narrower; lint; bench, bench-narrow; pictures: those of the README; each sets up what it needs.
+# narrower; lint; bench, bench-narrow; pictures: those of the pages; docs: the site; each sets up what it needs.
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
@@ -17,7 +17,7 @@ NARROW_KERNELS = $(if $(filter x86_64,$(shell uname -m)),x86-64-v3,native)
 NARROW_TEST = $(TEST) -m 'not slow and not gpu' tests/operators tests/transport/weights
 RESULTS ?= runs
 
-.PHONY: venv demo test test-all test-narrow quick every lint style types bench bench-narrow pictures clean
+.PHONY: venv demo test test-all test-narrow quick every lint style types bench bench-narrow pictures docs clean
 
 venv: $(MARK)
 
@@ -67,6 +67,12 @@ bench: venv
 pictures: venv
 	$(RUN) -m bench.headline
 	$(RUN) -m bench.live.pictures docs
+
+docs: venv
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,docs]'
+	$(RUN) docs/site/pages.py
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+	@echo build/docs/index.html
 
 bench-narrow: venv
 	$(NARROW) DATAFLOW_MARCH=$(NARROW_KERNELS) $(MAKE) --no-print-directory bench RESULTS=$(RESULTS)/narrow

@@ -85,10 +85,13 @@ def agent(
     Args:
         command: the program and its arguments; {column} stands for a value; `python` for the interpreter of the run.
         returns: float, int, bool or str; None: it writes no column.
-        max_turns: calls of a rollout; max_tokens: what the policy says in all of them together.
+        max_turns: calls of a rollout.
+        max_tokens: what the policy says in all of them together.
         tries: how often the program is started for a rollout, where it fails; it is told its turns again.
         timeout_s: between two calls, or to its end; the time of the policy's turns does not count.
-        memory_mb, output_kb: what each may have and say. concurrency: programs at once.
+        memory_mb: what each may have.
+        output_kb: what each may say.
+        concurrency: programs at once.
         imports: modules of a Python program that are imported once; each start of it is a fork then.
 
     >>> from dataflow import Graph, Model

@@ -66,7 +66,8 @@ def verifiers_environment(
         client: "eval" calls OpenAI's API of the run; "train" lays prompts out itself, with the policy's `tokenizer` (a
             folder), and calls the token route.
         sampling: sent with each call.
-        The others as of `agent`.
+
+    The other arguments are those of `agent`.
     """
     what = json.dumps(
         {

@@ -76,7 +76,7 @@ def code_reward(
 
         scored = code_reward(time_s=2.0)(rollouts)
 
-    Reads `completion` (its last ```python block, or all of it) and `tests` (see `read_cases`). Writes columns `name`
+    Reads `completion` (its last block of Python, or all of it) and `tests` (see `read_cases`). Writes columns `name`
     and `<name>_note`, which says how many tests passed and why the first failed. Each program runs in a sandbox of its
     own (docs/sandbox.md); one that crashes, hangs or takes too much fails its test. Where the sandbox itself fails, the
     row has an error and no reward.

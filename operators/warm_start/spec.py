@@ -10,8 +10,10 @@ from pathlib import Path
 from dataflow.errors import GraphError
 from dataflow.model_files import PromisedModel
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-"""Tokens of every policy beside its characters; with EOS a turn ends."""
+PAD, UNKNOWN = "<pad>", "<unk>"
+"""Tokens of every policy beside its characters."""
+EOS = "<eos>"
+"""The token with which a turn ends."""
 
 RECORD_FILE = "warm_start.json"
 """The file in a finished policy folder that says which spec made it."""
