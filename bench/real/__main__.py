@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--steps", type=int, default=60, help="steps' worth of prompts of a run (default 60)")
     found.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="of --parity (default: all)")
     found.add_argument("--points", type=int, default=4, help="evaluations within a run of --parity (default 4)")
-    found.add_argument("--samples", type=int, default=4, help="of each question at the end (default 4)")
+    found.add_argument("--samples", type=int, default=2, help="of each question at the end (default 2)")
     found.add_argument("--child", nargs=3, metavar=("NAME", "SEED", "FILE"), help=argparse.SUPPRESS)
     add_flags(found)
     return found
