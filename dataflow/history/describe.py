@@ -9,6 +9,7 @@ from typing import Any
 
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
+from dataflow.gguf.sources import folder_of, is_gguf
 from dataflow.graph import Graph
 from dataflow.node import Operator
 from dataflow.planning.plan import Plan
@@ -56,8 +57,8 @@ def graph_facts(graph: Graph) -> dict[str, Any]:
 
 
 def model_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a node of such facts, the model that it uses: `name` and `source`; empty where it has none, and in
-    folders that do not say it."""
+    """Of a node of such facts, the model that it uses: `name`, `source` and, of a GGUF file, `files`: its name and
+    digest; empty where it has none, and in folders that do not say it."""
     found = node.get("model")
     return found if isinstance(found, dict) else {}
 
@@ -102,7 +103,10 @@ def _settable(graph: Graph) -> dict[str, dict[str, dict[str, Any]]]:
 
 def _uses(operator: Operator) -> dict[str, Any]:
     model = operator.uses
-    return {} if model is None else {"model": {name: getattr(model, name) for name in _OF_MODEL}}
+    if model is None:
+        return {}
+    files = {"files": folder_of(model.source).name} if is_gguf(model.source) else {}
+    return {"model": {**{name: getattr(model, name) for name in _OF_MODEL}, **files}}
 
 
 def _knobs(operator: Operator) -> dict[str, str]:

@@ -18,7 +18,7 @@ from dataflow.folder.rollback import number_finished
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph
-from dataflow.history.describe import consumers, described
+from dataflow.history.describe import consumers, described, model_of
 from dataflow.records import GROUP_ID
 from dataflow.structure import own_folder
 from dataflow.system.files import RunFolderError, to_json
@@ -108,6 +108,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if was["operator"] != is_now["operator"]:
             found.append(f"'{name}' was a {was['operator']} and is a {is_now['operator']}")
         found += [f"{knob} of '{name}' {change}" for knob, change in _changes(was["knobs"], is_now["knobs"])]
+        files = [{"file": str(model_of(node).get("files"))} for node in (was, is_now)]
+        found += [f"{fact} of the model of '{name}' {change}" for fact, change in _changes(*files)]
     old, new = ({_ends(edge): edge for edge in graph["edges"]} for graph in (before, now))
     for ends in dict.fromkeys([*old, *new]):
         if ends[0] in both and ends[1] in both:

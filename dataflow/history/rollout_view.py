@@ -21,6 +21,7 @@ from dataflow.folder.ledger import Fate, Ledger
 from dataflow.folder.retention import KNOB, not_kept
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.describe import described, model_of
+from dataflow.model_files import folder_here
 from dataflow.system.files import to_json
 
 _SHOWN = {*records.PROMPT_COLUMNS, *records.ROLLOUT_COLUMNS, records.OF_SOURCE}
@@ -121,7 +122,8 @@ def _tokenizers(folder: RunFolder) -> Iterator[Path]:
     yield from sorted((folder.path / "checkpoints").rglob("tokenizer.json"), reverse=True)
     for node in described(folder)[0].get("nodes", []):
         source = model_of(node).get("source")
-        if source and (path := Path(str(source)) / "tokenizer.json").is_file():
+        here = folder_here(str(source)) if source else None
+        if here is not None and (path := here / "tokenizer.json").is_file():
             yield path
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataflow.model import ALL_LINEAR, LoRA, saved_adapters
-from dataflow.model_files import config_of, promised, tensor_shapes
+from dataflow.model_files import config_of, folder_here, promised, tensor_shapes
 from dataflow.structure import Structure
 from dataflow.weight_ends import Refresh
 
@@ -100,7 +100,7 @@ def measure_models(graph: Structure) -> dict[str, ModelSize]:
 def _measure(source: str) -> ModelSize | None:
     made = promised(source)
     try:
-        files = sorted(Path(source).glob("*.safetensors"))
+        files = sorted((folder_here(source) or Path(source)).glob("*.safetensors"))
         shapes = made.shapes if made else {name: each for file in files for name, each in tensor_shapes(file).items()}
     except (OSError, ValueError):
         return None

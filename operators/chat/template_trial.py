@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from dataflow.model import Model
-from dataflow.model_files import template_fault
+from dataflow.model_files import folder_here, template_fault
 from dataflow.system import child
 
 TRIAL_S = 50.0
@@ -21,7 +20,7 @@ TRIAL_S = 50.0
 def delimiter_fault(model: Model) -> str | None:
     """Why no conversation of token ids can be made with the template of a model, in three parts; None where one can be,
     or where that cannot be told from this machine's files."""
-    if not Path(model.source).is_dir():
+    if folder_here(model.source) is None:
         return None
     if (fault := template_fault(model)) is not None:
         return fault

@@ -62,7 +62,7 @@ def add(module: torch.nn.Module, lora: LoRA, base: Model, folder: Path | None = 
         structlog.get_logger().warning("adapters go on without dropout", folder=str(folder), lora_dropout=dropout)
     config.lora_dropout = dropout
     source = Path(base.source)
-    config.base_model_name_or_path = str(source.resolve()) if source.is_dir() else base.source
+    config.base_model_name_or_path = str(source.resolve()) if source.exists() else base.source
     for weight in module.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()

@@ -1,5 +1,7 @@
 """Loads what a `dataflow.Model` names: torch module and tokenizer, from a Hugging Face folder or id.
 
+A GGUF file is converted into such a folder first, where that has not been done (`dataflow.gguf.conversion`).
+
 Weights are read tensor by tensor into memory of their own, so that no file stays mapped (`slices`).
 """
 
@@ -12,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from dataflow.gguf.content import GGUFError
+from dataflow.gguf.conversion import converted
+from dataflow.gguf.sources import is_gguf
 from dataflow.model import LoRA, Model, holds_adapters
 from dataflow.model_files import folder_fault
 from operators.models.errors import ModelError
@@ -71,7 +76,7 @@ def outlined(model: Model, *, dtype: str | torch.dtype | None = None, attention:
             raise NoOutline("it holds adapters alone")
         with no_progress_bar():
             module = _on_meta(model, dtype, attention)
-        found = outline(module, files_of(model.source, model.revision))
+        found = outline(module, files_of(_located(model), model.revision))
         if lacking := sorted(name for name in found.missing if model.head != "value" or not _is_of_head(name)):
             raise NoOutline(f"its files have no {lacking[:3]}")
     except Exception as reason:  # whatever it is, loading at once gets round it or says what is wrong
@@ -110,8 +115,9 @@ def _on_meta(model: Model, dtype: str | torch.dtype | None, attention: str | Non
     from operators.models.slices import NoOutline, with_buffers
 
     chosen = _dtype(model, dtype)
+    source = _located(model)
     config = transformers.AutoConfig.from_pretrained(
-        model.source, revision=model.revision, trust_remote_code=model.trust_remote_code, **_options(model, None)
+        source, revision=model.revision, trust_remote_code=model.trust_remote_code, **_options(model, None)
     )
     if getattr(config, "quantization_config", None) is not None:
         raise NoOutline("its files are quantised")
@@ -127,7 +133,7 @@ def _on_meta(model: Model, dtype: str | torch.dtype | None, attention: str | Non
     if module.can_generate():
         with contextlib.suppress(OSError):
             module.generation_config = transformers.GenerationConfig.from_pretrained(
-                model.source, revision=model.revision or "main"
+                source, revision=model.revision or "main"
             )
     return with_buffers(module).eval()  # type: ignore[no-any-return]
 
@@ -141,7 +147,7 @@ def _loaded_at_once(model: Model, dtype: str | torch.dtype | None, attention: st
 
     with _attributed(model, "weights"), no_progress_bar():
         module, found = _loader(model).from_pretrained(
-            model.source,
+            _located(model),
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
             dtype=_dtype(model, dtype),
@@ -252,7 +258,7 @@ def preload(model: Model) -> None:
 
     base, _ = base_of(model)
     if not base.trust_remote_code:
-        config = transformers.AutoConfig.from_pretrained(base.source, revision=base.revision, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(_located(base), revision=base.revision, local_files_only=True)
         with torch.device("meta"):
             module = _loader(base).from_config(config)
         saved_as(module)  # for this, transformers compiles the names of all families
@@ -272,7 +278,7 @@ def load_tokenizer(model: Model) -> Any:
         model, _ = base_of(model)
     with _attributed(model, "tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(
-            model.source, revision=model.revision, trust_remote_code=model.trust_remote_code
+            _located(model), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
 
 
@@ -288,10 +294,10 @@ def load_configs(model: Model) -> tuple[Any, Any | None]:
     model, _ = base_of(model)
     with _attributed(model, "config"):
         config = transformers.AutoConfig.from_pretrained(
-            model.source, revision=model.revision, trust_remote_code=model.trust_remote_code
+            _located(model), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     try:
-        return config, transformers.GenerationConfig.from_pretrained(model.source, revision=model.revision or "main")
+        return config, transformers.GenerationConfig.from_pretrained(_located(model), revision=model.revision or "main")
     except OSError:
         return config, None
 
@@ -311,6 +317,17 @@ def _check_folder(model: Model) -> None:
     """Refuse a folder that is not there or lacks a shard that its index names."""
     if (fault := folder_fault(model)) is not None:
         raise ModelError(fault)
+
+
+def _located(model: Model) -> str:
+    """The folder or id that transformers is given: of a GGUF file the folder that it is converted into, now if need
+    be."""
+    if not is_gguf(model.source):
+        return model.source
+    try:
+        return str(converted(model.source, told=structlog.get_logger().info))
+    except GGUFError as error:
+        raise ModelError(f"model '{model.name}' cannot be loaded: {error}") from error
 
 
 def _check_weights(model: Model, found: dict[str, Any]) -> None:
@@ -356,6 +373,8 @@ def _attributed(model: Model, what: str) -> Iterator[None]:
     """Whatever transformers raises while loading, as a ModelError with a way out."""
     try:
         yield
+    except ModelError:
+        raise
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         way_out = "check the folder's files, or the id and revision on the hub"

@@ -12,7 +12,7 @@ PARTS = {
         "dataflow/planning/*.py", "dataflow/launchers/hosted_run.py", "dataflow/launchers/own_folders.py",
         "dataflow/agent/digest.py",
     ),
-    "Models": ("dataflow/model.py", "dataflow/model_files.py", "operators/models/*.py"),
+    "Models": ("dataflow/model.py", "dataflow/model_files.py", "dataflow/gguf/*.py", "operators/models/*.py"),
     "Generators": (
         "operators/engine/knobs.py", "operators/engine/build.py", "operators/engine/kv_cache.py",
         "operators/engine/self_test.py", "operators/engine/parallel/*.py", "operators/engine/precision/*.py",
@@ -33,7 +33,7 @@ PARTS = {
     "References, judges and values": ("operators/forward_pass/knobs.py", "operators/forward_pass/build.py"),
 }  # fmt: skip
 """Where graphs, plans, knobs and models are refused, by heading of the page."""
-RAISED = ("GraphError", "ModelError")
+RAISED = ("GraphError", "GGUFError", "ModelError")
 BLANK = "…"
 """What stands where a message names something."""
 
@@ -54,7 +54,8 @@ def refusals() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def messages(tree: ast.AST) -> Iterator[str]:
-    """What a program's GraphErrors and ModelErrors say, and all else in three parts: faults are told in these.
+    """What a program's GraphErrors, GGUFErrors and ModelErrors say, and all else in three parts: in these faults
+    are told.
 
     What an `explain` tells, docstrings, constants and other errors are none."""
     for node in ast.iter_child_nodes(tree):

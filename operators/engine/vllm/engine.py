@@ -23,6 +23,7 @@ from dataflow.errors import WorkerDied
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.model import Model
+from dataflow.model_files import folder_here
 from dataflow.records import AnyArray
 from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.results import EndedRollout, PromptStart, Row
@@ -296,8 +297,8 @@ class VllmEngine:
 
 def _folder(model: Model) -> Path:
     """Where the model's files are on this machine."""
-    if Path(model.source).is_dir():
-        return Path(model.source)
+    if (here := folder_here(model.source)) is not None:
+        return here
     from transformers.utils.hub import cached_file
 
     found = cached_file(model.source, "config.json", revision=model.revision)

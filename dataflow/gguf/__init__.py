@@ -1,0 +1,1 @@
+"""Models in GGUF files: found, read, proved, and converted once into a Hugging Face folder; imports no torch."""
