@@ -71,6 +71,7 @@ bench: venv
 
 pictures: venv
 	$(RUN) -m bench.headline
+	$(RUN) -m bench.gallery
 	$(RUN) -m bench.live.pictures docs
 
 docs: venv

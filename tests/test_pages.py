@@ -1,9 +1,16 @@
 """The pages a stranger reads first: short, with links that lead somewhere, and a tour that fits in an afternoon."""
 
+import inspect
 import re
+import typing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tyro
+
+from dataflow import Graph
+from dataflow.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -11,8 +18,34 @@ PAGES = sorted(
 )
 
 
+README = (ROOT / "README.md").read_text()
+CLI = (ROOT / "docs" / "cli.md").read_text()
+
+
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len(README.splitlines()) <= 100
+
+
+def test_the_program_of_the_readme_is_a_graph(tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    known: dict[str, typing.Any] = {"__name__": "readme"}
+    exec(compile(program, "README.md", "exec"), known)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    graph: Graph = known["build"](policy="policy", prompts=str(tmp_path / "prompts.jsonl"))
+    graph.check()
+
+
+@pytest.mark.parametrize(("name", "command"), [each for group in COMMANDS.values() for each in group.items()])
+def test_every_command_is_in_its_page_with_its_flags(name: str, command: Callable[..., int]) -> None:
+    lines = [line for line in CLI.splitlines() if re.match(rf"\| `dataflow {name}\b", line)]
+    assert lines
+    hints = typing.get_type_hints(command, include_extras=True)
+    for parameter in inspect.signature(command).parameters:
+        said = getattr(hints[parameter], "__metadata__", ())
+        if tyro.conf.Positional not in said:
+            named = [each.name for each in said if getattr(each, "name", None)]
+            option = f"--{(named or [parameter])[0].replace('_', '-')}"
+            assert any(re.search(rf"{option}\b", line) for line in lines), option
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

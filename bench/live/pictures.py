@@ -1,6 +1,6 @@
-"""The pictures of the README that show the program: python -m bench.live.pictures docs; `make pictures` takes all.
+"""The pictures of the page of a run: python -m bench.live.pictures docs; `make pictures` takes all.
 
-The AIPO graph is drawn as this machine would run it. The sorting demo runs with its page open in a headless Chromium;
+The sorting demo runs with its page open in a headless Chromium;
 once it has made enough steps the page is photographed, in light and in dark, and one rollout. Each is a PNG of two
 hundred kilobytes at most, as the browser packs it.
 """
@@ -8,24 +8,18 @@ hundred kilobytes at most, as the browser packs it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from bench.live.windows import served
-from dataflow import main as run_main
-from graphs.aipo import build
 
 STEPS = 150
 """That the run has made by then."""
 WIDTH, HEIGHT = 1280, 800
 MOST_BYTES = 200_000
-GRAPH, PAGE, ROLLOUT = "aipo.svg", "live.png", "live-rollout.png"
-ROW = '{"prompt": "2+2=", "answer": "4"}\n'
-FLAGS = ("--policy", "policy", "--prompts", "train.jsonl", "--held-out", "test.jsonl", "--reward", "exact",
-         "--group-size", "8", "--max-tokens", "1024", "--prompts-per-step", "64", "--lr", "1e-6")  # fmt: skip
+PAGE, ROLLOUT = "live.png", "live-rollout.png"
 
 
 def main() -> int:
@@ -38,7 +32,6 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
     from rigs.browsing.chromium import browser
 
-    draw_graph(options.folder.absolute() / GRAPH)
     with (
         tempfile.TemporaryDirectory() as temporary,
         served(Path(temporary), options.policy) as place,
@@ -64,14 +57,6 @@ def main() -> int:
     sizes = {name: (options.folder / name).stat().st_size for name in (PAGE, ROLLOUT)}
     print(sizes)
     return int(max(sizes.values()) > MOST_BYTES)
-
-
-def draw_graph(place: Path) -> None:
-    """The graph of graphs.aipo, with prompts from two files."""
-    with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
-        for name in ("train.jsonl", "test.jsonl"):
-            Path(name).write_text(ROW)
-        run_main(build, args=[*FLAGS, "--draw", str(place)])
 
 
 if __name__ == "__main__":

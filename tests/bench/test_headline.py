@@ -1,4 +1,4 @@
-"""The picture of the README shows the tables of docs/figures.md."""
+"""The picture of docs/figures.md shows its tables."""
 
 import xml.etree.ElementTree as ET
 

@@ -1,4 +1,4 @@
-"""docs/algorithms.md and graphs/README.md say what is there: their programs run, their tables are complete."""
+"""docs/algorithms.md and docs/gallery.md say what is there: their programs run, their tables are complete."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
-README = (ROOT / "graphs" / "README.md").read_text()
+GALLERY = (ROOT / "docs" / "gallery.md").read_text()
 NAMED = re.compile(r"`([a-z_]+)`")
 
 
@@ -55,7 +55,7 @@ def test_the_page_quotes_the_file_that_is_tested() -> None:
     assert programs(PAGE)[0] == (ROOT / "tests" / "rigs" / "user_algorithm.py").read_text()
 
 
-@pytest.mark.parametrize("program", [*programs(PAGE)[1:], *programs(README)])
+@pytest.mark.parametrize("program", programs(PAGE)[1:])
 def test_every_other_program_of_the_pages_makes_a_graph(program: str, policy: Path, prompts: Path) -> None:
     names = known(policy, prompts)
     exec(compile(program, "page", "exec"), names)
@@ -109,7 +109,10 @@ def test_every_figure_that_the_page_explains_is_one_of_a_run(policy: Path, promp
     assert {"ratio_mean", "ess", "kl", "kl_reference", "entropy", "mismatch", "explained_variance"} <= explained
 
 
-def test_every_graph_has_a_row_in_the_readme() -> None:
-    rows = {name for cell in first_cells(README, "# Graphs") for name in re.findall(r"`(\w+)\.py`", cell)}
-    files = {path.stem for path in (ROOT / "graphs").glob("*.py")}
-    assert rows == files - {"__init__"}
+def test_every_graph_has_its_rows_its_command_and_its_picture_in_the_gallery() -> None:
+    files = {path.stem for path in (ROOT / "graphs").glob("*.py")} - {"__init__"}
+    ideas = {name for cell in first_cells(GALLERY, "# Gallery") for name in re.findall(r"`(\w+)\.py`", cell)}
+    seen = {name for cell in first_cells(GALLERY, "## What they learn") for name in re.findall(r"`(\w+)`", cell)}
+    assert ideas == files and seen == files
+    for name in files:
+        assert f"\n    python -m graphs.{name}" in GALLERY and f"\n![{name}](gallery/{name}.svg)\n" in GALLERY
