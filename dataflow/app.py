@@ -1,27 +1,28 @@
 """`main(build)`: makes a command of a function that builds a graph."""
 
-import contextlib
 import inspect
-import io
-import re
 import sys
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.markup import escape
 
 from dataflow.agent.host_program import HOSTED
 from dataflow.display import say
-from dataflow.errors import DataflowError, GraphError, called_here
+from dataflow.errors import DataflowError, GraphError
+from dataflow.flags.config_file import read as read_config
+from dataflow.flags.config_file import written
+from dataflow.flags.declared import ALGORITHM, FIRST, Declared, Flag
+from dataflow.flags.help_page import page, takes
+from dataflow.flags.run_flags import RUN_FLAGS
+from dataflow.flags.words import FlagError, Words, split
 from dataflow.folder.run_folder import RunFolder
 from dataflow.foresight.command import AUTO, foreseen_of_run, told
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.graph import Graph
-from dataflow.group_bytes import MESSAGE_BYTES
-from dataflow.history.launch import Launch, check_flags, check_text, recorded_launch, this_launch
+from dataflow.history.launch import Launch, check_flags, check_text, plain_flag, recorded_launch, this_launch
 from dataflow.history.replay import Wishes, report_replay
 from dataflow.launchers.launcher import Launcher
 from dataflow.launchers.named import known_hosts, launcher_named
@@ -57,37 +58,43 @@ def main(
     >>> main(build, args=["--group-size", "8", "--draw", "tiny.mmd"])
     drew tiny.mmd
     """
-    chosen: dict[str, Any] = {}
-    command = _command(build, steps, chosen)
-    given, wishes = Wishes.split_off(sys.argv[1:] if args is None else args)
-    try:
-        _parse(command, given, _program(build))
-    except SystemExit as ended:
-        if ended.code == 2:
-            _tell_other_names(command, given)
-        raise
-    flags = {name: chosen.pop(name) for name in _RUN_FLAGS}
+    declared = Declared.of(build)
+    known = _known(declared, steps)
     status = 0
     try:
         check_text()
+        given, wishes = Wishes.split_off(sys.argv[1:] if args is None else args)
+        started = this_launch() if args is None else None
+        if any(word in ("-h", "--help") for word in given):
+            print(page(_program(), _about(build), known.values()))
+            sys.exit(0)
+        words = _words(given, known, build, started)
+        values = _values(words, known, build)
+        flags = {flag.name: values[flag.name] for flag in RUN_FLAGS}
+        chosen = {name: values[name] for name in declared.flags}
         if flags["resume"] is not None and (begun := recorded_launch(RunFolder.open(flags["resume"]))) is not None:
             check_flags(begun, chosen)
+        launch = None if started is None else replace(
+            started, arguments=tuple(part for given in words.values() for part in given.as_arguments()),
+            flags={name: plain_flag(value) for name, value in chosen.items()},
+            config=written(known.values(), values, words, started.name, started.folder),
+        )  # fmt: skip
         launcher = launcher_named(flags["on"]) if flags["on"] else None
         runs = wishes is not None or not (flags["explain"] or flags["draw"] or flags["foresee"])
         promises = PROMISED.set(None if runs else {})
         try:
-            graph = build(**chosen)
+            graph = build(**declared.arguments(chosen))
             if wishes is not None:
                 status = report_replay(graph, wishes)
             else:
-                _act(graph, flags, launcher, this_launch(chosen) if args is None else None, limits)
+                _act(graph, flags, launcher, launch, limits)
         finally:
             PROMISED.reset(promises)
     except DataflowError as error:
         if HOSTED.get(None) is not None:
             raise
         _say(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", error)
-        status = 1
+        status = 2 if isinstance(error, FlagError) else 1
     except KeyboardInterrupt as error:
         _say("", error)
         status = status_of(error)
@@ -95,95 +102,48 @@ def main(
         sys.exit(status)
 
 
-def _parse(command: Callable[..., None], given: Sequence[str], program: str) -> None:
-    tyro.cli(command, args=given, prog=program, config=(tyro.conf.OmitArgPrefixes,))
+def _known(declared: Declared, steps: int | None) -> dict[str, Flag]:
+    """All flags of a program, in the order of --help. Errors: GraphError for one that the run has, too."""
+    found = dict(declared.flags)
+    for flag in RUN_FLAGS:
+        if flag.name in found:
+            raise GraphError(
+                f"'{declared.build.__name__}' has a parameter '{flag.name}', which is a flag of every run; call it "
+                f"otherwise"
+            )
+        found[flag.name] = replace(flag, default=steps) if flag.name == "steps" else flag
+    order = list(dict.fromkeys([FIRST, ALGORITHM, *(flag.heading for flag in found.values())]))
+    return dict(sorted(found.items(), key=lambda named: order.index(named[1].heading)))
 
 
-def _tell_other_names(command: Callable[..., None], given: Sequence[str]) -> None:
-    """Of flags that another system has: what they are called here."""
-    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
-        _parse(command, ["--help"], "")
-    known = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", told.getvalue())}
-    for flag in (word.partition("=")[0] for word in given if word.startswith("--")):
-        if own := called_here(flag[2:].replace("-", "_"), known):
-            say(f"{escape(flag)} is --{own.replace('_', '-')} here", sys.stderr)
+def _words(
+    given: Sequence[str], known: Mapping[str, Flag], build: Callable[..., Graph], started: Launch | None
+) -> dict[str, Words]:
+    """What was given for which flags: by the file that --config names, and before that on the command line."""
+    words = split(given, known, _called(build))
+    if (config := words.pop("config", None)) is None:
+        return words
+    return {**read_config(Path(config.value()), known, started.name if started else "", _called(build)), **words}
+
+
+def _values(words: Mapping[str, Words], known: Mapping[str, Flag], build: Callable[..., Graph]) -> dict[str, Any]:
+    """A value for each flag. Errors: FlagError."""
+    if missing := [flag for flag in known.values() if flag.is_needed and flag.name not in words]:
+        wanted = " and ".join(flag.option for flag in missing)
+        example = " ".join(f"{flag.option} {takes(flag)}" for flag in missing)
+        raise FlagError(f"{_called(build)} needs {wanted}; write {_program()} {example}, or see its --help")
+    return {name: words[name].value() if name in words else flag.default for name, flag in known.items()}
+
+
+def _about(build: Callable[..., Graph]) -> str:
+    """What a program does, without its flags."""
+    text = inspect.getdoc(build) or inspect.getdoc(inspect.getmodule(build)) or "Run a graph."
+    return text.partition("\nArgs:\n")[0].strip()
 
 
 def _say(text: str, error: BaseException) -> None:
     """What went wrong, and the notes on it, such as how to go on."""
     say("\n".join(filter(None, (text, *map(escape, getattr(error, "__notes__", ()))))), sys.stderr)
-
-
-_RUN_FLAGS: dict[str, tuple[Any, Any, str]] = {
-    "steps": (int | None, None, "optimiser steps to make; until the prompts end when left out"),
-    "seed": (int, 0, "of the prompts' order, sampling and everything else that is random"),
-    "gpus": (
-        str,
-        "",
-        "accelerators by node, over all hosts, as in generator=6,trainer=2; with generator=8,trainer=generator they "
-        "take turns; shared: all nodes take turns on all accelerators, or in main memory; with --foresee auto and "
-        "auto:cost choose devices, parallelism and precision, for the shortest step or the least cost",
-    ),
-    "replicas": (str, "", "copies of a node on the CPU, as in generator=2"),
-    "ranks": (str, "", "processes that share out a trainer's model on the CPU, as in trainer=2"),
-    "scale": (str, "", "replicas of a node from a step on, as in 100:generator=3,200:generator=1"),
-    "weights": (
-        str | None,
-        None,
-        "executor of the weight plane: shared_memory, cuda_ipc, gloo, nccl; chosen if left out",
-    ),
-    "listen": (str, "", "address of this machine for edges and control, over tcp with keys; ipc alone if left out"),
-    "place": (str, "", "hosts of a node's replicas, in turn, as in generator=a+b,trainer=c; chosen if left out"),
-    "link_gbps": (float | None, None, "gigabits per second between machines; slow ones carry what changed alone"),
-    "message_bytes": (int, MESSAGE_BYTES, "most bytes of one message on a data edge; a larger group goes in parts"),
-    "runs": (Path, Path("runs"), "where the run folder goes"),
-    "resume": (Path | None, None, "a run folder in which to go on, with the same flags; or use dataflow resume"),
-    "standby": (bool, False, "another process takes the scheduler's place should it die"),
-    "keep_steps": (int | None, None, "keep the rollouts of the last steps alone, and what recovery and replay need"),
-    "checkpoint_to": (
-        str | None,
-        None,
-        "address or path to which checkpoints are copied, as in s3://bucket/folder; see dataflow resume --from",
-    ),
-    "track": (
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        (),
-        "tell the run to wandb, tensorboard, trackio, mlflow or opentelemetry too, or to a tracker of your own, as "
-        "my_module:MyTracker; may be given several times",
-    ),
-    "metrics_port": (int | None, None, "serve the run's figures to Prometheus at this port of this machine alone"),
-    "on": (
-        str,
-        "",
-        "hosts: ray, slurm, torchrun, or local:3 for three agents here; this machine if left out",
-    ),
-    "inline": (bool, False, "one process, one thread, bit-exact"),
-    "explain": (bool, False, "print the plan and stop"),
-    "foresee": (
-        str,
-        "",
-        "devices that one could rent, as in 16xH100 or 2xcpu, or a run folder to take figures from: print what a step "
-        "would take there, and stop; --gpus deals them out, or the shortest step does",
-    ),
-    "workload": (
-        str,
-        "",
-        "tokens, a scorer's seconds, a filter's share and ways to cut a model that are supposed to exist, to foresee "
-        "with, as in mean=800,prompt=200,sigma=0.8,reward.seconds=0.05,reward.drops=0.3,trainer.pipeline=4",
-    ),
-    "constants": (
-        str,
-        "",
-        "to foresee with: a file that dataflow calibrate wrote, or for a generator data-sheets, serving, kernels",
-    ),
-    "prices": (str, "", "of a device for an hour, to foresee with, by kind, as in H100=2.5,L40S=1.0"),
-    "draw": (
-        Path | None,
-        None,
-        "draw the graph (.svg, .dot, .mmd or .html), or what is foreseen (.svg or .json), and stop",
-    ),
-    "quiet": (bool, False, "no live view and no summary; what goes wrong is still told, on standard error"),
-}
 
 
 def _act(
@@ -243,40 +203,15 @@ def _trackers(names: tuple[str, ...], port: int | None) -> list[Wished] | None:
     return [*names, *([PrometheusTracker(port=port)] if port is not None else [])] or None
 
 
-def _command(build: Callable[..., Graph], steps: int | None, chosen: dict[str, Any]) -> Callable[..., None]:
-    """A function with the parameters of `build` and those of the run, that puts what it gets into `chosen`."""
-    hints = typing.get_type_hints(build, include_extras=True)
-    parameters = []
-    for name, parameter in inspect.signature(build).parameters.items():
-        if name in _RUN_FLAGS:
-            raise GraphError(
-                f"'{build.__name__}' has a parameter '{name}', which is a flag of every run; call it otherwise"
-            )
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise GraphError(f"'{build.__name__}' takes *{name}, which cannot become a flag; name each parameter")
-        parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, str)))
-    for name, (kind, default, text) in _RUN_FLAGS.items():
-        annotation: Any = Annotated[kind, tyro.conf.arg(help=text), tyro.conf.FlagCreatePairsOff]
-        parameters.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation,
-                default=steps if name == "steps" else default,
-            )
-        )  # fmt: skip
-
-    def command(**values: Any) -> None:
-        chosen.update(values)
-
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = build.__doc__ or inspect.getdoc(inspect.getmodule(build)) or "Run a graph."
-    command.__name__ = build.__name__
-    return command
-
-
-def _program(build: Callable[..., Graph]) -> str:
+def _program() -> str:
+    """What starts it, for people."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return f"python -m {spec.name}" if spec is not None and spec.name else Path(sys.argv[0]).name
+    return f"python -m {spec.name}" if spec is not None and spec.name else f"python {Path(sys.argv[0]).name}"
+
+
+def _called(build: Callable[..., Graph]) -> str:
+    """The program's name in errors: its module."""
+    return _program().rpartition(" ")[2] if build.__module__ == "__main__" else build.__module__
 
 
 def _schedule(text: str) -> dict[int, dict[str, int]]:

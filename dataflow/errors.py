@@ -2,6 +2,7 @@
 
     DataflowError
     ├── GraphError (ValueError)    the graph, or an operator's knob, cannot be right; raised before anything runs
+    │   └── FlagError              a flag, or a file of flags, cannot be read
     ├── RecordError (ValueError)   rows do not have the columns or types that were promised
     └── RunError                   a run could not go on
         ├── OperatorError          an operator of the user's graph failed, with the node and the user's file and line

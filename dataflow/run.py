@@ -276,6 +276,9 @@ def run(
         elif recorded is None:
             orphans.clear_all(folder.path.parent)
             begun = Begun()
+            if launch is not None and launch.config:
+                folder.extras.attempt(folder.flags, partial(folder.flags.write_text, launch.config, "utf-8"))
+                launch = dataclasses.replace(launch, config="")
             _describe(folder, graph, planned, settings, {KEY: launch, TRACK: recorded_names(trackers)})
             if foreseen:
                 folder.write_json(FORESEEN, foreseen)

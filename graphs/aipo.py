@@ -6,13 +6,15 @@ python -m graphs.aipo --policy FOLDER_OR_ID --prompts FILE --reward exact|number
 from functools import partial
 
 from dataflow import Graph, main
+from graphs.tasks.options import penalized
 from graphs.tasks.text import TextTask
-from operators import Logprobs, Trainer
 from operators.credit import advantage
-from operators.losses import aipo, with_kl
+from operators.losses import aipo
 
 
-def build(*, task: TextTask, max_staleness: int = 4, rho: float = 4.0, kl: float = 0.0) -> Graph:
+def build(
+    *, task: TextTask, max_staleness: int = 4, rho: float = 4.0, kl: float = 0.0, entropy: float = 0.0
+) -> Graph:  # fmt: skip
     """Train a policy on its own rollouts, at most `max_staleness` versions old (LlamaRL, arXiv 2505.24034).
 
     Args:
@@ -20,16 +22,14 @@ def build(*, task: TextTask, max_staleness: int = 4, rho: float = 4.0, kl: float
         max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
         rho: cap of the importance weight.
         kl: what a nat of distance from the policy at the start costs, in the loss; 0: nothing.
+        entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
     g = Graph("aipo")
     generator, reward, loss = task.generator(), task.scorer(), partial(aipo, rho=rho)
     rollouts = generator(g.source(task.train))
     if kl:
-        rollouts = Logprobs(task.model.frozen())(rollouts)
-    trainer = Trainer(
-        task.model, loss=with_kl(loss, kl, corrected=max_staleness > 0) if kl else loss,
-        prompts_per_step=task.prompts_per_step, lr=task.lr,
-    )  # fmt: skip
+        rollouts = task.logprobs()(rollouts)
+    trainer = task.trainer(loss=penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy))
 
     trainer(advantage(reward(rollouts)))
     task.evaluate(g, generator, reward)

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from dataflow import Array, Graph, keep, main
+from graphs.tasks.options import penalized
 from graphs.tasks.text import TextTask
-from operators import Trainer
 from operators.credit import normalized_advantage
 from operators.losses import dapo
 from operators.rewards import combine, overlong
@@ -23,7 +23,7 @@ def undecided(accuracy: Array) -> bool:
 
 def build(
     *, task: TextTask, max_staleness: int = 0, clip_low: float = 0.2, clip_high: float = 0.28,
-    overlong_share: float = 0.2,
+    overlong_share: float = 0.2, kl: float = 0.0, entropy: float = 0.0,
 ) -> Graph:  # fmt: skip
     """Train a policy on groups that have a signal (DAPO, arXiv 2503.14476).
 
@@ -33,17 +33,19 @@ def build(
         clip_low: how far below 1 the ratio may fall before its gradient ends.
         clip_high: how far above 1 it may rise.
         overlong_share: the last part of max_tokens, in which the reward falls by up to 1.
+        kl: what a nat of distance from the policy at the start costs, in the loss; 0, as in the paper: nothing.
+        entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
     g = Graph("dapo")
     generator, accuracy = task.generator(), task.scorer().renamed("accuracy")
     punished = overlong(task.max_tokens, max(1, int(task.max_tokens * overlong_share)))
     reward = combine({"accuracy": 1.0, "overlong": 1.0})
-    trainer = Trainer(
-        task.model, loss=partial(dapo, clip_low=clip_low, clip_high=clip_high), lr=task.lr,
-        prompts_per_step=task.prompts_per_step,
-    )  # fmt: skip
+    loss = partial(dapo, clip_low=clip_low, clip_high=clip_high)
+    trainer = task.trainer(loss=penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy))
 
     judged = undecided(accuracy(generator(g.source(task.train))))
+    if kl:
+        judged = task.logprobs()(judged)
     trainer(normalized_advantage(reward(punished(judged))))
     task.evaluate(g, generator, accuracy)
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)

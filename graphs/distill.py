@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from dataflow import Graph, main
+from graphs.tasks.options import refuse_idle
 from graphs.tasks.text import TextTask
-from operators import Logprobs, Trainer
 from operators.losses import distill
 
 
@@ -21,10 +21,12 @@ def build(*, task: TextTask, teacher: str, max_staleness: int = 4, rho: float = 
         max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
         rho: cap of the importance weight.
     """
+    if not task.held_out:
+        refuse_idle(task, ("reward",), "the teacher judges, and nothing is evaluated without --held-out")
     g = Graph("distill")
     generator = task.generator()
-    judge = Logprobs(replace(task.model, source=teacher, name="teacher").frozen(), name="teacher_logprobs")
-    trainer = Trainer(task.model, loss=partial(distill, rho=rho), lr=task.lr, prompts_per_step=task.prompts_per_step)
+    judge = task.logprobs(replace(task.model.frozen(), source=teacher, name="teacher"), name="teacher_logprobs")
+    trainer = task.trainer(loss=partial(distill, rho=rho))
 
     trainer(judge(generator(g.source(task.train))))
     task.evaluate(g, generator, task.scorer())

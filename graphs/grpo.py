@@ -5,16 +5,16 @@ python -m graphs.grpo --policy FOLDER_OR_ID --prompts FILE --reward exact|number
 
 from functools import partial
 
-from dataflow import Graph, main
+from dataflow import Graph, GraphError, main
+from graphs.tasks.options import penalized
 from graphs.tasks.text import TextTask
-from operators import Logprobs, Trainer
 from operators.credit import normalized_advantage
-from operators.losses import grpo, with_kl
+from operators.losses import grpo
 
 
 def build(
     *, task: TextTask, max_staleness: int = 0, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0,
-    refresh_reference: int = 0,
+    refresh_reference: int = 0, entropy: float = 0.0,
 ) -> Graph:  # fmt: skip
     """Train a policy on its own rollouts, generation and training taking turns (GRPO, arXiv 2402.03300).
 
@@ -25,17 +25,18 @@ def build(
         clip_high: how far above 1 it may rise.
         kl: what a nat of distance from the reference costs, in the loss; the paper's is 0.04.
         refresh_reference: steps between two at which the policy becomes the reference; 0: the first one stays.
+        entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
+    if refresh_reference and not kl:
+        raise GraphError(f"--refresh-reference {refresh_reference} would have no effect without --kl; give both")
     g = Graph("grpo")
     generator, reward, loss = task.generator(), task.scorer(), partial(grpo, clip_low=clip_low, clip_high=clip_high)
     rollouts = generator(g.source(task.train))
-    reference = Logprobs(task.model.frozen())
+    reference = task.logprobs()
     if kl:
         rollouts = reference(rollouts)
-    trainer = Trainer(
-        task.model, loss=with_kl(loss, kl, corrected=max_staleness > 0) if kl else loss,
-        prompts_per_step=task.prompts_per_step, lr=task.lr, normalize="rollout_means",
-    )  # fmt: skip
+    loss = penalized(loss, kl=kl, corrected=max_staleness > 0, entropy=entropy)
+    trainer = task.trainer(loss=loss, normalize="rollout_means")
 
     trainer(normalized_advantage(reward(rollouts)))
     task.evaluate(g, generator, reward)

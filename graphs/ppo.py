@@ -8,41 +8,41 @@ from dataclasses import replace
 from functools import partial
 
 from dataflow import Graph, Model, join, main
+from graphs.tasks.options import penalized, refuse_idle
 from graphs.tasks.text import TextTask
-from operators import Logprobs, RewardModel, Trainer, Values
+from operators import RewardModel, Values
 from operators.credit import token_gae, token_rewards
 from operators.losses import ppo, value_loss
 
 
 def build(
     *, task: TextTask, critic: str = "", judge: str = "", max_staleness: int = 0, kl: float = 0.02, lam: float = 0.95,
-    clip: float = 0.2, critic_lr: float = 1e-5,
+    clip: float = 0.2, critic_lr: float = 1e-5, entropy: float = 0.0,
 ) -> Graph:  # fmt: skip
     """Train a policy and its critic side by side (PPO, arXiv 1707.06347; with KL in the reward, arXiv 1909.08593).
 
     Args:
-        task: what is trained on what.
         critic: folder or id that the critic starts from; the policy's, with a head of its own, when empty.
         judge: folder or id of a reward model (a sequence classifier), which then gives the reward in place of --reward.
         max_staleness: versions that the oldest token of a trained rollout may be behind; 0 is synchronous.
         kl: what a nat of distance from the reference costs, in the reward.
         lam: of generalised advantage estimation; 1 looks at the reward alone, 0 at the critic alone.
         clip: how far from 1 the ratio may go before its gradient ends.
-        critic_lr: learning rate of the critic.
+        critic_lr: learning rate of the critic, all of whose weights are trained, with --lora too.
+        entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
+    if judge:
+        refuse_idle(task, ("reward",), "--judge gives it")
     g = Graph("ppo")
-    actor, expected = task.model, replace(task.model, source=critic or task.policy, head="value", name="critic")
+    expected = replace(task.model, source=critic or task.policy, head="value", name="critic", lora=None)
+    reads = {"micro_batch_tokens": task.micro_batch_tokens}
     reward = task.scorer() if not judge else RewardModel(
-        Model(judge, head="score", dtype=task.dtype).frozen(), name="reward", chat=task.chat
+        Model(judge, head="score", dtype=task.dtype).frozen(), name="reward", chat=task.chat, **reads
     )  # fmt: skip
-    generator, reference, values = task.generator(), Logprobs(actor.frozen()), Values(expected)
-    train_actor = Trainer(
-        actor, name="actor", loss=partial(ppo, clip_low=clip, clip_high=clip), whiten=True, lr=task.lr,
-        prompts_per_step=task.prompts_per_step,
-    )  # fmt: skip
-    train_critic = Trainer(
-        expected, name="critic", loss=value_loss, lr=critic_lr, prompts_per_step=task.prompts_per_step
-    )
+    generator, reference, values = task.generator(), task.logprobs(), Values(expected, **reads)
+    clipped = partial(ppo, clip_low=clip, clip_high=clip)
+    train_actor = task.trainer(name="actor", loss=penalized(clipped, entropy=entropy), whiten=True)
+    train_critic = task.trainer(expected, name="critic", loss=value_loss, lr=critic_lr)
 
     rollouts = reward(generator(g.source(task.train)))
     known = join(reference(rollouts), values(rollouts))

@@ -3,41 +3,44 @@
 python -m graphs.sft --policy FOLDER_OR_ID --prompts FILE --answer COLUMN --epochs 2
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from dataflow import Graph, main
-from graphs.tasks.text import ANSWER, TextTask
-from operators import Demonstrations, Trainer
+from graphs.tasks.options import GenerationFlags, refuse_idle
+from graphs.tasks.text import ANSWER, TrainedText
+from operators import Demonstrations
 from operators.losses import sft
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(TextTask):
+class Task(TrainedText):
     """A text task with a learning rate for supervised training."""
 
     lr: float = 1e-5
     """Learning rate of AdamW."""
+    warmup_steps: int = 20
+    """Steps over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """What the learning rate does after the warm-up; linear and cosine fall to --min-lr over --steps or --epochs."""
 
 
-def build(*, task: Task, warmup_steps: int = 20, schedule: str = "cosine") -> Graph:
-    """Train a policy to write the reference answers.
+EVALUATION = ("reward", "max_tokens", *(field.name for field in fields(GenerationFlags)))
+"""Flags that only evaluation reads."""
 
-    Args:
-        task: what is trained on what; its reward is only evaluated.
-        warmup_steps: steps over which the learning rate rises.
-        schedule: what it does then: constant, linear or cosine, the latter two over --steps or --epochs.
-    """
+
+def build(*, task: Task) -> Graph:
+    """Train a policy to write the reference answers; what it generates is only evaluated."""
     g = Graph("sft")
-    trainer = Trainer(
-        task.model, loss=sft, lr=task.lr, prompts_per_step=task.prompts_per_step, warmup_steps=warmup_steps,
-        schedule=schedule,
-    )  # fmt: skip
+    trainer = task.trainer(loss=sft)
 
     trainer(Demonstrations(task.model, answer=ANSWER, chat=task.chat)(g.source(task.train)))
     if task.held_out:
         generator = task.generator()
         task.evaluate(g, generator, task.scorer())
         g.feedback(trainer.weights, generator, max_staleness=1)
+    else:
+        refuse_idle(task, (*EVALUATION, "eval_every"), "nothing is evaluated without --held-out")
     return g
 
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,19 @@ class Checkpoints:
         """Let the checkpoint of `step` stay; True if it was a temporary one until now. Errors: RunFolderError."""
         if not self.is_temporary(step):
             return False
-        path = self.folder(step) / MARKER
-        facts = {name: fact for name, fact in json.loads(path.read_text()).items() if name != TEMPORARY}
-        marker = to_json(facts, indent=1).encode()
-        write_atomically(path, lambda file: _write(file, marker), what="committing checkpoint")
+        self._mark(step, {})
         return True
+
+    def let_go(self, step: int) -> None:
+        """Have the committed checkpoint of `step` go when `clear` comes to it. Errors: RunFolderError."""
+        self._mark(step, {TEMPORARY: True})
+
+    def _mark(self, step: int, mark: Mapping[str, bool]) -> None:
+        path = self.folder(step) / MARKER
+        with disk("marking checkpoint", path):
+            facts = {name: fact for name, fact in json.loads(path.read_text()).items() if name != TEMPORARY}
+        marker = to_json({**facts, **mark}, indent=1).encode()
+        write_atomically(path, lambda file: _write(file, marker), what="committing checkpoint")
 
     def clear(self, before: int, but: Collection[int] = ()) -> None:
         """Remove the temporary checkpoints of steps below `before`, each from sight first, and what crashes left there:

@@ -24,6 +24,20 @@ def removable(*, last: int, checkpoint: int, keep_steps: int, staying: Iterable[
     return limit if staying is None else max((step for step in staying if step <= limit), default=0)
 
 
+def surplus(
+    *, staying: Iterable[int], every: int, most: int, last: int, keep_steps: int | None
+) -> list[int]:  # fmt: skip
+    """Steps of those checkpoints that may go where so many are to stay: of the multiples of `every` all but the newest.
+
+    staying: those that stay by themselves. last, keep_steps: as `removable` has them: the one that a replay of the last
+    steps begins with is none of those that go.
+    """
+    steps = sorted(staying)
+    old = [step for step in steps if step % every == 0][:-most]
+    first = 0 if keep_steps is None else max((step for step in steps if step <= last - keep_steps), default=0)
+    return [step for step in old if step != first]
+
+
 def remove(
     folder: RunFolder, ledger: BaseLedger, node: str, upto: int, *, kind: str, log: Any, own: str | None = None
 ) -> None:

@@ -85,6 +85,11 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
+    def flags(self) -> Path:
+        """The flags that made it, for --config of its program; there is none where a script called `run`."""
+        return self.path / "config.yaml"
+
+    @property
     def metrics(self) -> Path:
         """A line per step."""
         return self.path / "metrics.jsonl"

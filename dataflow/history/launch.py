@@ -36,7 +36,14 @@ class Launch:
     arguments: tuple[str, ...] = ()
     folder: str = ""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """The keyword arguments of `build` that the arguments came to."""
+    """What the flags of `build` came to."""
+    config: str = ""
+    """The text of a file that gives all flags again; it lies in the run's folder, see `RunFolder.flags`."""
+
+    @property
+    def name(self) -> str:
+        """Its module, or its file."""
+        return self.module or self.file
 
     @property
     def program(self) -> str:
@@ -93,18 +100,17 @@ class Launch:
         return ""
 
 
-def this_launch(flags: Mapping[str, Any]) -> Launch | None:
+def this_launch() -> Launch | None:
     """The program that runs now; None for one that has no file, as in a notebook."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     file = Path(sys.argv[0]).absolute() if sys.argv and sys.argv[0] else None
     if spec is not None and spec.name:
-        how = {"module": str(spec.name)}
+        how: dict[str, Any] = {"module": str(spec.name)}
     elif file is not None and file.is_file():
         how = {"file": str(file)}
     else:
         return None
-    known = {name: _plain(value) for name, value in flags.items()}
-    return Launch(**how, arguments=tuple(sys.argv[1:]), folder=str(Path.cwd()), flags=known)
+    return Launch(**how, arguments=tuple(sys.argv[1:]), folder=str(Path.cwd()))
 
 
 def check_text(*more: tuple[str, str]) -> None:
@@ -227,8 +233,8 @@ def _user(number: int) -> str:
 def check_flags(recorded: Launch, now: Mapping[str, Any]) -> None:
     """Refuse flags that are not those of the run. Errors: GraphError, which names them."""
     changed = [
-        f"--{name.replace('_', '-')} was {recorded.flags.get(name)!r} and is {_plain(value)!r}"
-        for name, value in now.items() if name in recorded.flags and recorded.flags[name] != _plain(value)
+        f"--{name.replace('_', '-')} was {recorded.flags.get(name)!r} and is {plain_flag(value)!r}"
+        for name, value in now.items() if name in recorded.flags and recorded.flags[name] != plain_flag(value)
     ]  # fmt: skip
     if changed:
         raise GraphError(
@@ -237,7 +243,8 @@ def check_flags(recorded: Launch, now: Mapping[str, Any]) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def plain_flag(value: Any) -> Any:
+    """As `Launch.flags` has it."""
     try:
         return plain(value)
     except TypeError:

@@ -100,7 +100,7 @@ class RunRequest:
 def program_of(launch: Launch | None) -> Launch:
     """The program that each host is to run: as given, or the one that runs now. Errors: GraphError where none can be
     named."""
-    found = launch or this_launch({})
+    found = launch or this_launch()
     if found is None:
         raise GraphError(
             "each host of a run builds its graph by itself, and nothing says of which program: this one has no file, "

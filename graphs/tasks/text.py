@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from dataflow import Graph, Model
 from dataflow.node import Source, Transform
 from dataflow.scorer import Scorer
-from operators import Evaluate, Generator, Prompts
+from graphs.tasks.options import AdapterFlags, GenerationFlags, TrainingFlags, refuse_idle
+from operators import Evaluate, Generator, Logprobs, Prompts, Trainer
 from operators.rewards import find
 
 ANSWER = "answer"
@@ -15,7 +16,27 @@ ANSWER = "answer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTask:
+class RowFlags:
+    """How rows of the files are read, and how the model is."""
+
+    heading: ClassVar[str] = "data and model"
+
+    form: Literal["", "verl", "trl", "verifiers", "openrlhf", "slime"] = ""
+    """Whose rows these are; as --question and --answer say when left out."""
+    question: str = "prompt"
+    """Column that holds the prompt."""
+    answer: str = ANSWER
+    """Column that holds the reference answer, which rewards read as `answer`; empty: there is none."""
+    epochs: int | None = None
+    """Times that all prompts are issued; again and again when left out."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that the weights are computed in."""
+    context_tokens: int | None = None
+    """Longest prompt and completion together; as the model's config says when left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
     """A policy, the prompts it is trained on, and what its answers are worth."""
 
     policy: str
@@ -23,34 +44,20 @@ class TextTask:
     prompts: str
     """JSONL, Parquet or Arrow file, data set folder or id; issued in another order in every epoch."""
     held_out: str = ""
-    """The same for evaluation; none when empty."""
-    form: str = ""
-    """Whose rows these are: verl, trl, verifiers, openrlhf or slime; empty: as --question and --answer say."""
-    question: str = "prompt"
-    """Column that holds the prompt."""
-    answer: str = ANSWER
-    """Column that holds the reference answer, which rewards read as `answer`; empty: there is none."""
+    """The same for evaluation; none when left out."""
     reward: str = "number"
     """exact, number (the last one in the text), math_verify, path/to/file.py:function, or one that was written for
     another system, as trl:path/to/file.py:function."""
     chat: bool = False
     """Lay prompts out by the tokenizer's chat template."""
-    epochs: int | None = None
-    """Times that all prompts are issued; again and again when left out."""
     lr: float = 1e-6
     """Learning rate of AdamW."""
     prompts_per_step: int = 64
-    """Groups in an optimiser step."""
-    group_size: int = 8
-    """Rollouts of a prompt."""
+    """Prompts in an optimiser step."""
     max_tokens: int = 1024
     """Longest completion."""
-    context_tokens: int | None = None
-    """Longest prompt and completion together; as the model's config says when left out."""
     eval_every: int = 50
     """Steps between evaluations."""
-    dtype: str = "float32"
-    """Type that the weights are computed in: float32 or bfloat16."""
 
     def scorer(self) -> Scorer[..., Any]:
         """The reward."""
@@ -59,7 +66,7 @@ class TextTask:
     @property
     def model(self) -> Model:
         """The policy."""
-        return Model(self.policy, dtype=self.dtype, context_tokens=self.context_tokens)
+        return Model(self.policy, dtype=self.dtype, context_tokens=self.context_tokens, lora=self.adapters)
 
     @property
     def train(self) -> Source:
@@ -71,18 +78,26 @@ class TextTask:
         """The prompts that are evaluated."""
         return self._source(self.held_out, name="held_out", group_size=1) if self.held_out else None
 
-    def generator(self) -> Generator:
-        """What the policy writes rollouts with."""
-        return Generator(self.model, group_size=self.group_size, max_tokens=self.max_tokens, chat=self.chat)
+    def generator(self, **knobs: Any) -> Generator:
+        """What the policy writes completions with."""
+        return Generator(self.model, max_tokens=self.max_tokens, chat=self.chat, **self.sampling, **knobs)
+
+    def trainer(self, model: Model | None = None, **knobs: Any) -> Trainer:
+        """What trains the policy, or another model. knobs: of `Trainer`; they go before those of the task."""
+        usual = {"prompts_per_step": self.prompts_per_step, "lr": self.lr, **self.training}
+        return Trainer(model or self.model, **{**usual, **knobs})
 
     def evaluate(self, g: Graph, generator: Generator, reward: Transform) -> None:
         """Score held-out prompts every so many steps, if there are any."""
         if self.test is not None:
             Evaluate(every_steps=self.eval_every, of=reward.name)(reward(generator(g.source(self.test))))
+        else:
+            refuse_idle(self, ("eval_every",), "nothing is evaluated without --held-out")
 
     def _source(self, source: str, **knobs: Any) -> Source:
         """Prompts with the reference answer as column `answer`, and under the name that the file has for it."""
         if self.form:
+            refuse_idle(self, ("question", "answer"), f"rows of --form {self.form} have columns of their own")
             return Prompts(source, form=self.form, chat=self.chat, **knobs)
         if self.answer in ("", ANSWER):
             return Prompts(
@@ -94,3 +109,24 @@ class TextTask:
 
         columns = (self.answer, ANSWER)
         return Prompts(source, rows=answered, columns=columns, prompt_column=self.question, chat=self.chat, **knobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTask(TrainedText):
+    """The same where the policy is trained on rollouts of its own."""
+
+    group_size: int = 8
+    """Rollouts of a prompt."""
+
+    def generator(self, **knobs: Any) -> Generator:
+        """What the policy writes rollouts with."""
+        return super().generator(**{"group_size": self.group_size, **knobs})
+
+    def trainer(self, model: Model | None = None, **knobs: Any) -> Trainer:
+        """What trains the policy, or another model, at the temperature that rollouts are sampled at."""
+        return super().trainer(model, **{"temperature": self.temperature, **knobs})
+
+    def logprobs(self, model: Model | None = None, **knobs: Any) -> Logprobs:
+        """What reads rollouts with a model that stays as it is: the policy at the start, or another."""
+        usual = {"micro_batch_tokens": self.micro_batch_tokens, "temperature": self.temperature}
+        return Logprobs((model or self.model).frozen(), **{**usual, **knobs})

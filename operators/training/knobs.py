@@ -82,6 +82,9 @@ class TrainerKnobs(Learn):
     compute in memory that it writes, has no other copy."""
     checkpoint_every: int | None = settable(None, at=STEP)
     """Steps between checkpoints that stay; the last step is always kept."""
+    save_total_limit: int | None = None
+    """Of the checkpoints of `checkpoint_every` so many stay, the newest; None: all. Beside them stay the last step's,
+    those that were asked for, and the one that a replay of the last keep_steps begins with."""
     checkpoint_dtype: str | None = None
     """Type of the weights in a checkpoint's files, as "float32"; None: the one that the model came in. Where that is
     rounder than the trainer's float32, its own weights stand beside the optimiser's state, and a resume goes on from
@@ -161,7 +164,7 @@ class TrainerKnobs(Learn):
             ("dp_replicate", 1),
         ):  # fmt: skip
             found += self._whole(knob, getattr(self, knob), least)
-        for knob in ("checkpoint_every", "queue_prompts", "decay_steps"):
+        for knob in ("checkpoint_every", "queue_prompts", "decay_steps", "save_total_limit"):
             if getattr(self, knob) is not None:
                 found += self._whole(knob, getattr(self, knob), 1)
         for knob, zero_is_fine in (
@@ -184,6 +187,11 @@ class TrainerKnobs(Learn):
             and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
             found.append(f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9, 0.999)")
+        if self.save_total_limit is not None and self.checkpoint_every is None:
+            found.append(
+                f"'{self.name}' has save_total_limit={self.save_total_limit!r} and no checkpoint_every, which makes "
+                f"what is limited; give both, or neither"
+            )
         if self.offload and self.copy_weights is False:
             found.append(
                 f"'{self.name}' has copy_weights=False, which sends its weights from where they are, and offload=True, "

@@ -66,7 +66,14 @@ class TrainerRuntime(Runtime):
         self._journal = Journal(context, self._source)
         debt = Debt(trainer.recover_within_s)
         self._saver = CheckpointSaver(
-            context, learner, tokenizer, start, debt, trainer.checkpoint_every, dtype=trainer.checkpoint_dtype
+            context,
+            learner,
+            tokenizer,
+            start,
+            debt,
+            trainer.checkpoint_every,
+            trainer.save_total_limit,
+            dtype=trainer.checkpoint_dtype,
         )
         self._behind: CatchUp | None = CatchUp(context, self._making, self._saver, missing)
         self._buffer = ReorderBuffer()

@@ -58,6 +58,8 @@ def flags(policy: Path, tmp_path: Path) -> Flags:
             "reward": f"{tmp_path / 'rewards.py'}:early", "prompts-per-step": 4, "group-size": 4, "max-tokens": 8,
             "eval-every": 1, "steps": STEPS, "runs": tmp_path / "runs",
         }  # fmt: skip
+        if name == "sft":
+            del given["group-size"]
         teacher = ["--teacher", str(tiny_policy(tmp_path / "teacher", seed=1))] if name == "distill" else []
         return [part for flag, value in given.items() for part in (f"--{flag}", str(value))] + teacher + list(more)
 
@@ -128,7 +130,7 @@ def test_a_graph_that_makes_its_policy_is_checked(name: str, policy: Path, monke
 
 def test_a_reward_model_may_take_the_place_of_the_reward(flags: Flags, tmp_path: Path) -> None:
     judge = saved(classifier("Llama", "SequenceClassification"), tmp_path / "judge")
-    more = ["--judge", str(judge), "--answer", "", "--reward", "nowhere.py:nothing", "--inline", "--quiet"]
+    more = ["--judge", str(judge), "--answer", "", "--reward", "number", "--inline", "--quiet"]
     main(build_of("ppo"), args=flags("ppo", *more))
     folder, _ = ran(tmp_path)
     table = folder.rollouts_of("actor").read(1)
@@ -188,9 +190,17 @@ def test_prompts_are_trained_in_another_order_than_the_files(flags: Flags, tmp_p
         ("rloo", ["--question", "text"], "has no column 'text': it has"),
         ("rloo", ["--answer", "", "--reward", "exact"], "'reward'.*reads column 'answer'"),
         ("sft", ["--answer", ""], "'demonstrations' reads column 'answer'"),
-        ("rloo", ["--dtype", "float99"], "'dtype' is 'float99'.*use one of"),
         ("dapo", ["--overlong-share", "2"], "lower buffer_tokens, or raise max_tokens"),
         ("ppo", ["--max-staleness", "-1"], "max_staleness counts versions and cannot be -1"),
+        ("ppo", ["--judge", "m"], "--reward .* would have no effect: --judge gives it"),
+        ("grpo", ["--refresh-reference", "2"], "--refresh-reference 2 would have no effect without --kl"),
+        ("rloo", ["--held-out", "", "--eval-every", "7"], "--eval-every 7 would have no effect: nothing is evaluated"),
+        ("sft", ["--held-out", "", "--top-p", "0.9"], "would have no effect: nothing is evaluated without --held-out"),
+        ("distill", ["--held-out", ""], "--reward .* would have no effect: the teacher judges"),
+        ("rloo", ["--save-total-limit", "2"], "--save-total-limit 2 would have no effect without --checkpoint-every"),
+        ("rloo", ["--min-lr", "1e-8"], "--min-lr 1e-08 would have no effect without --schedule linear or cosine"),
+        ("rloo", ["--form", "trl", "--question", "q"], "--question q would have no effect: rows of --form trl"),
+        ("rloo", ["--lora-alpha", "0"], "LoRA has alpha=0.0, which scales nothing"),
     ],
 )
 def test_wrong_flags_are_refused_in_words(

@@ -38,8 +38,9 @@ class BaseLedger(GroupLedger):
         """Set groups back to issued: the work on them was lost. Errors: LedgerError for unknown ones."""
         self.do(upkeep.Reissue(source, numbers_of(group_ids)))
 
-    def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
-        """Note where the checkpoint of a committed step stands. Errors: LedgerError without such a step."""
+    def record_checkpoint(self, node: str, step: int, checkpoint: str | None) -> None:
+        """Note where the checkpoint of a committed step stands; None: nowhere any more. Errors: LedgerError without
+        such a step."""
         self.do(upkeep.RecordCheckpoint(node, int(step), checkpoint))
 
     def roll_back_to(self, step: int, node: str) -> list[PlannedStep]:

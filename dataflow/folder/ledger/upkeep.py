@@ -57,7 +57,7 @@ class RecordCheckpoint(Write):
 
     node: str
     step: int
-    checkpoint: str
+    checkpoint: str | None
 
     doing = "record the checkpoint of step {step}"
 

@@ -78,6 +78,8 @@ class CheckpointSaver:
     """What it is that makes a temporary checkpoint due."""
     every: int | None = None
     """Steps between those that stay."""
+    most: int | None = None
+    """How many of those do; None: all."""
     dtype: str | None = None
     """As `checkpoint.rounded_to` has it."""
     copier: CheckpointCopier | None = None
@@ -269,7 +271,27 @@ class CheckpointSaver:
         self.kept_step = written.step
         if not written.is_temporary:
             self._record(written.step, written.place)
+        self._forget_checkpoints()
         self._forget_rollouts()
+
+    def _forget_checkpoints(self) -> None:
+        """Remove the oldest of those that stay, where too many do."""
+        context = self.context
+        if self.most is None or self.every is None or context.folder is None or context.ledger is None:
+            return
+        checkpoints = context.folder.checkpoints_of(context.own_folder)
+        old = retention.surplus(
+            staying=checkpoints.staying(), every=self.every, most=self.most, keep_steps=context.keep_steps,
+            last=context.ledger.last_step(context.node),
+        )  # fmt: skip
+        try:
+            for step in old:
+                context.ledger.record_checkpoint(context.node, step, None)
+                checkpoints.let_go(step)
+        except (RunFolderError, LedgerError) as error:
+            context.log.warning("older checkpoint not removed", node=context.node, error=str(error))
+        if old:
+            self._clear(checkpoints, max(old) + 1)
 
     def _forget_rollouts(self) -> None:
         """Remove those that nothing needs, as a newer checkpoint is committed."""

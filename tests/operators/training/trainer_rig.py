@@ -270,7 +270,7 @@ class FakeLedger:
             self.evaluations.setdefault(step, []).extend(ids)
         self.events.append(("ledger", step))
 
-    def record_checkpoint(self, node: str, step: int, checkpoint: str) -> None:
+    def record_checkpoint(self, node: str, step: int, checkpoint: str | None) -> None:
         self.events.append(("recorded", step))
 
     @property

@@ -1,0 +1,1 @@
+"""Flags of a program that calls `main(build)`: declared by a function, read from words or a file, told in groups."""

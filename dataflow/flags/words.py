@@ -1,0 +1,183 @@
+"""Flags as words, `--lr 1e-6 --chat`: which flags they are, and what each is worth."""
+
+import difflib
+import inspect
+import re
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from dataflow.errors import GraphError, called_here, hint
+from dataflow.flags.declared import Flag
+
+_FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(=?)(.*)", re.DOTALL)
+_SWITCH = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False),
+}  # fmt: skip
+_NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: "true or false"}
+_VALUE = "value"
+
+
+class FlagError(GraphError):
+    """A flag, or a file of flags, that cannot be read; a program ends with status 2."""
+
+
+@dataclass
+class Words:
+    """What was given for one flag."""
+
+    flag: Flag
+    words: list[str] = field(default_factory=list)
+    off: bool = False
+    """Whether it was --no-...."""
+    place: str = ""
+    """Where it was given, for people, where that is no command line."""
+
+    @property
+    def name(self) -> str:
+        """For people: as it was given."""
+        return f"{self.place}: {self.flag.name}" if self.place else self.flag.option
+
+    def value(self) -> Any:
+        """Of the flag's kind. Errors: FlagError, which says what it takes."""
+        flag, words = self.flag, self.words
+        if flag.is_switch:
+            return self._switched()
+        if flag.repeats:
+            return tuple(_read(typing.get_args(flag.kind)[0], [word], self) for word in words)
+        if not words:
+            if flag.takes_many and self.place:
+                return _read(flag.kind, [], self)
+            raise FlagError(f"{self.name} has no value, but takes {expected(flag)}")
+        if flag.may_be_none and words in (["None"], ["none"], ["null"]):
+            return None
+        return _read(flag.kind, words, self)
+
+    def _switched(self) -> bool:
+        if not self.words:
+            return not self.off
+        (word,) = self.words
+        if self.off or word.lower() not in _SWITCH:
+            raise FlagError(f"{self.name} is {word!r}, but takes true or false")
+        return _SWITCH[word.lower()]
+
+    def as_arguments(self) -> list[str]:
+        """The same on a command line."""
+        option = self.flag.option
+        if self.flag.is_switch:
+            return [option if self.value() else f"--no-{option[2:]}"]
+        if self.flag.repeats:
+            return [f"{option}={word}" for word in self.words]
+        return [f"{option}={self.words[0]}"] if len(self.words) == 1 else [option, *self.words]
+
+
+_NO_FLAG = Words(Flag(name="", kind=tuple[str, ...]))
+"""Takes what stands behind a flag that nobody has."""
+
+
+def split(words: Sequence[str], flags: Mapping[str, Flag], program: str) -> dict[str, Words]:
+    """Which flags stand there; what is given twice counts as it was given last. program: for people.
+
+    Errors: FlagError for flags that the program does not have, each with what it is called here.
+    """
+    found: dict[str, Words] = {}
+    last: Words | None = None
+    wrong: list[str] = []
+    for word in words:
+        if (match := _FLAG.fullmatch(word)) is None:
+            last = _taken(word, last, flags, program)
+            continue
+        name, equals, value = match.groups()
+        own = name.replace("-", "_")
+        is_off = own not in flags and own.startswith("no_") and own[3:] in flags and flags[own[3:]].is_switch
+        own = own[3:] if is_off else own
+        if own not in flags or not word.startswith("--"):
+            wrong.append(unknown(name, flags, program, word.partition("=")[0]))
+            last = None if equals else _NO_FLAG
+            continue
+        last = found[own] if flags[own].repeats and own in found else Words(flags[own], off=is_off)
+        found[own] = last
+        if equals:
+            last.words.append(value)
+            last = None if not (flags[own].takes_many and not flags[own].repeats) else last
+    if wrong:
+        raise FlagError("\n".join(wrong))
+    return found
+
+
+def _taken(word: str, last: Words | None, flags: Mapping[str, Flag], program: str) -> Words | None:
+    """A word that names no flag, as a value of the last one; gives who takes the next such word."""
+    if last is not None and last.flag.is_switch and word.lower() in _SWITCH and not last.words:
+        last.words.append(word)
+        return None
+    if last is not None and not last.flag.is_switch:
+        last.words.append(word)
+        return last if last.flag.takes_many and not last.flag.repeats else None
+    key, equals, _ = word.partition("=")
+    if equals and re.fullmatch(r"\+*[A-Za-z][\w.]*", key):  # as Hydra and OmegaConf have them
+        raise FlagError(unknown(key.lstrip("+"), flags, program, word))
+    raise FlagError(f"{program} was given {word!r}, which belongs to no flag; see {program} --help")
+
+
+def unknown(name: str, flags: Collection[str], program: str, shown: str) -> str:
+    """What to tell of a name that is no flag. shown: as it was written."""
+    own = re.split(r"[./]", name)[-1].replace("-", "_")
+    told = hint(own, flags)
+    if own in flags:
+        return f"{program} has no {shown}; did you mean {_option(own)}?"
+    if other := called_here(own, flags):
+        return f"{program} has no {shown}; it is called {_option(other)} here"
+    if meant := re.search(r"did you mean '(\w+)'", told):
+        return f"{program} has no {shown}; did you mean {_option(meant[1])}?"
+    if told.startswith("; that is"):
+        return f"{program} has no {shown}{told}, in the file of a graph"
+    return f"{program} has no {shown}; see its --help"
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def expected(flag: Flag) -> str:
+    """What a flag takes, in words."""
+    return " or ".join([*map(_named, flag.kinds), *(["None"] if flag.may_be_none else [])])
+
+
+def _named(kind: Any) -> str:
+    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return f"one of {', '.join(filter(None, map(str, inside)))}"
+    if origin is tuple and inside and Ellipsis not in inside:
+        return " and ".join(map(_named, inside))
+    if origin in (tuple, list, set, frozenset):
+        return f"one or several of: {_named(inside[0])}" if inside else "several values"
+    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _read(kind: Any, words: Sequence[str], given: Words) -> Any:
+    """Of one kind: what tyro makes of the words."""
+
+    def take(**values: Any) -> Any:
+        return values[_VALUE]
+
+    make: Callable[..., Any] = take
+    make.__annotations__ = {_VALUE: kind}
+    parameter = inspect.Parameter(_VALUE, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+    make.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]
+    option = f"--{_VALUE}"
+    arguments = [f"{option}={words[0]}"] if len(words) == 1 else [option, *words]
+    try:
+        return tyro.cli(make, args=arguments, console_outputs=False)
+    except SystemExit:
+        shown = " ".join(words)
+        near = difflib.get_close_matches(shown, given.flag.choices, n=1)
+        raise FlagError(
+            f"{given.name} is {shown!r:.60}, but takes {expected(given.flag)}"
+            f"{f'; did you mean {near[0]}?' if near else ''}"
+        ) from None
+    except tyro.constructors.UnsupportedTypeAnnotationError as error:
+        raise FlagError(f"'{given.flag.name}' is a {kind}, which no flag can be: {error}") from None
