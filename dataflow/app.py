@@ -1,6 +1,7 @@
 """`main(build)`: makes a command of a function that builds a graph."""
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -66,7 +67,7 @@ def main(
         given, wishes = Wishes.split_off(sys.argv[1:] if args is None else args)
         started = this_launch() if args is None else None
         if any(word in ("-h", "--help") for word in given):
-            print(page(_program(), _about(build), known.values()))
+            _tell(page(_program(), _about(build), known.values()))
             sys.exit(0)
         words = _words(given, known, build, started)
         values = _values(words, known, build)
@@ -100,6 +101,14 @@ def main(
         status = status_of(error)
     if status:
         sys.exit(status)
+
+
+def _tell(text: str) -> None:
+    """To a reader who may have enough before it ends, as `head` has."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _known(declared: Declared, steps: int | None) -> dict[str, Flag]:

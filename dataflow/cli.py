@@ -20,6 +20,7 @@ from rich.markup import escape
 from dataflow.display import Summary, make_view, say
 from dataflow.doctor.examine import examine
 from dataflow.errors import DataflowError, GraphError, nearest
+from dataflow.flags.config_file import program_of
 from dataflow.folder.copies.address import is_own
 from dataflow.folder.copies.bringing_back import bring_back
 from dataflow.folder.run_folder import RunFolder
@@ -91,6 +92,8 @@ def _run(arguments: Sequence[str]) -> int:
     if name not in commands:
         alike = nearest(name, [*commands, "--version", "--help"])
         raise GraphError(f"dataflow has no command '{name}'{alike}; give one of those that dataflow --help names")
+    if name == "run" and rest and not rest[0].startswith("-"):
+        return run_file(Path(rest[0]), tuple(rest[1:]))
     status: int = tyro.cli(commands[name], args=rest, prog=f"dataflow {name}")
     return status
 
@@ -112,6 +115,24 @@ def _versions() -> str:
     versions = {"dataflow-rl": "not installed", "python": platform.python_version(), **package_versions()}
     told = ", ".join(f"{name} {versions[name]}" for name in ("dataflow-rl", "python", "torch") if name in versions)
     return f"{told}, from {Path(__file__).parents[1]}"
+
+
+def run_file(
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
+    flags: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FLAGS]")] = (),
+) -> int:
+    """Run the program that a YAML or TOML file names, with its flags: graph: graphs.aipo, lr: 1e-6; flags go before it.
+
+    A run leaves such a file in its folder: dataflow run runs/latest/config.yaml makes the same run again.
+
+    Args:
+        file: that file; its key `graph` is the program: a module, or a path to a file of Python.
+        flags: of the program, as --steps 100; they go before those of the file.
+    """
+    program = program_of(file)
+    command = [program] if program.endswith(".py") else ["-m", program]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *command, "--config", str(file), *flags])
 
 
 def check(
@@ -387,7 +408,7 @@ COMMANDS: Mapping[str, Mapping[str, Callable[..., int]]] = {
         "set": set_knobs, "swap": swap, "scale": scale, "checkpoint": checkpoint, "stop": stop,
     },
     "go on with a run, or train it again": {"resume": resume, "replay": replay},
-    "before a run": {"launch": launch, "calibrate": calibrate},
+    "begin a run": {"run": run_file, "launch": launch, "calibrate": calibrate},
 }  # fmt: skip
 """By what they are for."""
 _ENDING = (

@@ -6,6 +6,7 @@ python -m graphs.ppo --policy FOLDER_OR_ID --prompts FILE --answer "" --judge FO
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from dataflow import Graph, Model, join, main
 from graphs.tasks.options import penalized, refuse_idle
@@ -31,11 +32,10 @@ def build(
         critic_lr: learning rate of the critic, all of whose weights are trained, with --lora too.
         entropy: what a nat of the policy's entropy is worth, in the loss; 0: nothing.
     """
-    if judge:
-        refuse_idle(task, ("reward",), "--judge gives it")
+    refuse_idle(task, ("reward",) * bool(judge), "--judge gives it")
     g = Graph("ppo")
     expected = replace(task.model, source=critic or task.policy, head="value", name="critic", lora=None)
-    reads = {"micro_batch_tokens": task.micro_batch_tokens}
+    reads: dict[str, Any] = {"micro_batch_tokens": task.micro_batch_tokens}
     reward = task.scorer() if not judge else RewardModel(
         Model(judge, head="score", dtype=task.dtype).frozen(), name="reward", chat=task.chat, **reads
     )  # fmt: skip

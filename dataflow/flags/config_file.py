@@ -3,6 +3,7 @@ reading of `1e-6` (a text), `no` (false) and `010` (eight) never comes between."
 
 import re
 import tomllib
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,9 @@ def keys_of(path: Path) -> list[tuple[str, str, Value]]:
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        raise FlagError(f"--config is {path}, but nothing is there; give a YAML or TOML file of flags") from None
+        raise FlagError(f"there is no file {path}; give a YAML or TOML file of flags") from None
     except (OSError, ValueError) as error:
-        raise FlagError(f"--config is {path}, which cannot be read: {error}") from None
+        raise FlagError(f"{path} cannot be read as a file of flags: {error}") from None
     return _of_toml(path, text) if path.suffix == ".toml" else _of_yaml(path, text)
 
 
@@ -161,12 +162,15 @@ def written(
     flags: Iterable[Flag], values: Mapping[str, Any], given: Mapping[str, Words], program: str, folder: str
 ) -> str:
     """The text of a file that gives these values again: as they were typed, or else the defaults."""
-    lines = [f"# Made the run in this folder, from {folder!r}. The same again: dataflow run {FILE}"]
-    if program:
+    flags = tuple(flags)
+    lines = [
+        f"# All flags of the run in this folder, which was started in {folder}. The same again: dataflow run {FILE}"
+    ]
+    if program and PROGRAM not in {flag.name for flag in flags}:
         lines.append(f"{PROGRAM}: {_scalar(program, str)}")
     heading = ""
     for flag in flags:
-        if flag.name in NOT_KEPT or flag.name == PROGRAM == flag.name:
+        if flag.name in NOT_KEPT:
             continue
         if flag.heading != heading:
             heading = flag.heading
@@ -183,9 +187,10 @@ def _shown(flag: Flag, value: Any, given: Words | None) -> str:
     words = [str(each) for each in value] if isinstance(value, tuple | list | set) else [str(value)]
     if given is not None and given.words:
         words = given.words
-    kind = str if flag.kinds != (int,) and flag.kinds != (float,) else float
+    inside = {kind for each in flag.kinds for kind in (each, *typing.get_args(each)) if isinstance(kind, type)}
+    kind = float if inside & {int, float} and str not in inside else str
     if flag.takes_many or flag.repeats:
-        return f"[{', '.join(_scalar(word, str) for word in words)}]"
+        return f"[{', '.join(_scalar(word, kind) for word in words)}]"
     return _scalar(words[0], kind)
 
 

@@ -119,7 +119,7 @@ def _taken(word: str, last: Words | None, flags: Mapping[str, Flag], program: st
         return last if last.flag.takes_many and not last.flag.repeats else None
     key, equals, _ = word.partition("=")
     if equals and re.fullmatch(r"\+*[A-Za-z][\w.]*", key):  # as Hydra and OmegaConf have them
-        raise FlagError(unknown(key.lstrip("+"), flags, program, word))
+        raise FlagError(unknown(key.lstrip("+"), flags, program, key))
     raise FlagError(f"{program} was given {word!r}, which belongs to no flag; see {program} --help")
 
 

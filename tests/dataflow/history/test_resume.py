@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder, surviving
 from dataflow.folder.run_lock import FILE, UnderWay, held
 from dataflow.history.describe import graph_facts
-from dataflow.history.launch import Launch, check_flags, recorded_launch, this_launch
+from dataflow.history.launch import Launch, check_flags, plain_flag, recorded_launch, this_launch
 from dataflow.history.resume import CUT_OFF, RecordedRun, check_end, differences, go_on_with, take_up
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.system.files import RunFolderError
@@ -300,7 +301,10 @@ def test_a_run_knows_how_it_was_started_and_says_how_to_go_on(tmp_path: Path, mo
     script.touch()
     monkeypatch.setattr(sys, "argv", [str(script), "--policy", "p"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    launch = this_launch({"policy": "p", "rate": 1e-5, "call": len})
+    started = this_launch()
+    assert started is not None
+    flags = {"policy": "p", "rate": 1e-5, "call": len}
+    launch = replace(started, flags={name: plain_flag(value) for name, value in flags.items()})
     result = run(fake_graph(), on=inline(), steps=1, runs=tmp_path, quiet=True, launch=launch)
     folder = RunFolder.open(result.folder)
     found = recorded_launch(folder)
