@@ -11,6 +11,9 @@ import tyro
 
 from dataflow import Graph
 from dataflow.cli import COMMANDS
+from dataflow.flags.declared import Declared
+from dataflow.flags.run_flags import RUN_FLAGS
+from graphs import aipo
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -70,3 +73,11 @@ def test_the_tour_fits_in_an_afternoon() -> None:
 def test_what_the_tour_says_to_look_at_is_there(file: str, said: str) -> None:
     words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", said))))
     assert words <= set(re.findall(r"\w+", (ROOT / file).read_text()))
+
+
+def test_every_flag_of_a_run_and_every_group_of_flags_is_in_the_page_of_commands() -> None:
+    under = CLI.partition("\n## A graph's file\n")[2]
+    for flag in (*RUN_FLAGS, *Declared.of(aipo.build).flags.values()):
+        assert f"| {flag.heading} |" in under, flag.heading
+    for flag in RUN_FLAGS:
+        assert f"`{flag.option}" in under, flag.option
