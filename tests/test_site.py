@@ -56,5 +56,6 @@ def test_the_site_is_made_without_a_warning() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     page = (ROOT / "build" / "docs" / "api" / "operators.html").read_text()
     assert "operators.Trainer.lr" in page and "In a live run" in page
+    assert "settable" not in page and "field(" not in page
     shown = re.sub(r"<(pre|code).*?</\1>", "", page, flags=re.DOTALL)
     assert "&gt;&gt;&gt;" not in shown and "Args:" not in shown

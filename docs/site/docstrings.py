@@ -22,32 +22,43 @@ class Docstrings(griffe.Extension):
         if obj.docstring is not None:
             obj.docstring.value = as_page(obj.docstring.value)
 
-    def on_attribute(self, *, attr: griffe.Attribute, loader: griffe.GriffeLoader, **_: Any) -> None:
-        """Show the default of a knob that may change in a live run, and say that it may."""
-        call = attr.value
-        if not isinstance(call, griffe.ExprCall) or call.canonical_path != "dataflow.settable.settable":
-            return
-        default, *others = call.arguments
-        at = next(str(each.value) for each in others if isinstance(each, griffe.ExprKeyword))
-        attr.value = default
-        if attr.docstring is not None:
-            attr.docstring.value += f"\n\nIn a live run `dataflow set` changes it, {getattr(settable, at)}."
-
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
-        """Show the default of what dataclasses.field declares, once signatures are made."""
-        for attr in _attributes(pkg):
-            call = attr.value
-            if isinstance(call, griffe.ExprCall) and call.canonical_path == "dataclasses.field":
-                named = [each for each in call.arguments if isinstance(each, griffe.ExprKeyword)]
-                attr.value = next((each.value for each in named if each.name == "default"), None)
+        """Show defaults of knobs, and which may change in a live run, once `dataclasses` has made the signatures."""
+        for owner in _classes(pkg):
+            for attr in owner.attributes.values():
+                at = _arguments(attr.value, "settable").get("at")
+                if at is not None and attr.docstring is not None:
+                    when = getattr(settable, str(at))
+                    attr.docstring.value += f"\n\nIn a live run `dataflow set` changes it, {when}."
+                attr.value = _default(attr.value)
+            made = owner.members.get("__init__")
+            for parameter in made.parameters if isinstance(made, griffe.Function) else ():
+                parameter.default = _default(parameter.default)
 
 
-def _attributes(owner: griffe.Object) -> Iterator[griffe.Attribute]:
+def _classes(owner: griffe.Object) -> Iterator[griffe.Class]:
     for member in owner.members.values():
-        if isinstance(member, griffe.Attribute):
+        if isinstance(member, griffe.Class):
             yield member
-        elif isinstance(member, griffe.Module | griffe.Class):
-            yield from _attributes(member)
+        if isinstance(member, griffe.Module | griffe.Class):
+            yield from _classes(member)
+
+
+def _default(value: Any) -> Any:
+    """What stands for a value in the source, or what is declared with it as the default."""
+    if found := _arguments(value, "settable"):
+        return found["default"]
+    found = _arguments(value, "field")
+    return found.get("default") if found else value
+
+
+def _arguments(value: Any, function: str) -> dict[str, Any]:
+    """Of a call of that function, by name; empty for what is none. A class may have a method of its name, too."""
+    if not isinstance(value, griffe.ExprCall) or value.canonical_path.rpartition(".")[2] != function:
+        return {}
+    named = {each.name: each.value for each in value.arguments if isinstance(each, griffe.ExprKeyword)}
+    plain = [each for each in value.arguments if not isinstance(each, griffe.ExprKeyword)]
+    return {**named, **({"default": plain[0]} if plain else {})}
 
 
 def as_page(text: str) -> str:
