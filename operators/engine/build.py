@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,7 +14,7 @@ from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.knobs import GeneratorKnobs
-from operators.engine.precision import Sliced, quantise
+from operators.engine.precision import Sliced, cast, quantise
 from operators.engine.precision.intake import Intake
 from operators.engine.sampling_params import Sampling
 from operators.engine.self_test import adapt
@@ -65,14 +65,16 @@ def build_native(
         model, intake = load_merged(declaration.model, device=context.device)
     context_tokens = context_tokens_of(declaration, model.config)
     tokenizer = load_tokenizer(declaration.model)
+    adopt: Literal["view", "copy"] = "view" if context.device == "cpu" and sliced is None else "copy"
+    if declaration.weights == "bfloat16":
+        intake = cast(model, torch.bfloat16, adopt=adopt)
     tested = adapt(model, declaration.model.name, context_tokens)
     if declaration.compile and context.device != "cpu":
         fuse_layers(model)
-    if declaration.weights != "model":
+    if declaration.weights != "model" and declaration.weights != "bfloat16":
         intake = quantise(
-            model, declaration.weights, adopt="view" if context.device == "cpu" and sliced is None else "copy",
-            arrives_quantised=context.quantized is not None, sliced=sliced,
-        )  # fmt: skip
+            model, declaration.weights, adopt=adopt, arrives_quantised=context.quantized is not None, sliced=sliced
+        )
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = stops_of(tokenizer, model, declaration.stop, vocabulary, chat=declaration.chat)
     engine = Engine(
@@ -83,7 +85,7 @@ def build_native(
         end_tokens=sorted(ends),
         stop=StopStrings(tokenizer, stop) if stop else None,
         kernel=tested.kernel,
-        fused=tested.fused if declaration.weights == "model" else None,
+        fused=tested.fused if declaration.weights in ("model", "bfloat16") else None,
         token_bytes=tested.token_bytes,
         cache_bytes=declaration.cache_bytes,
         on_update=declaration.on_update,

@@ -1,4 +1,4 @@
-"""Quantises a loaded decoder's weights, and takes each new version of the full ones into them."""
+"""Casts or quantises a loaded decoder's weights, and takes each new version of the full ones into them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALE = ":scale"
 
 @dataclass
 class _Staged:
-    """A full tensor on its way in: where the reader puts it, and who quantises it."""
+    """A full tensor on its way in: where the reader puts it, and who takes it narrow."""
 
     tensor: torch.nn.Parameter
     empty: torch.Tensor | None
@@ -30,7 +30,7 @@ class _Staged:
 
 
 class Intake:
-    """Where new weights come in: full tensors under the trainer's names, quantised by `adopted`, or quantised ones."""
+    """Where new weights come in: full tensors by the trainer's names, which `adopted` takes over, or quantised ones."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], staged: list[_Staged]) -> None:
         self.tensors = tensors
@@ -89,6 +89,20 @@ def fault(weights: str, *, device: torch.device, dtype: torch.dtype, capability:
             f'give Model(dtype="bfloat16"), or use weights="int8"'
         )
     return None
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype, *, adopt: Literal["view", "copy"] = "view") -> Intake:
+    """Let `model` compute in `dtype`, and take versions in the dtype that it had. adopt: as for `quantise`."""
+    tensors: dict[str, torch.Tensor] = {}
+    staged = []
+    for name, parameter in model.named_parameters():
+        full = parameter.data
+        empty = None if adopt == "copy" else torch.zeros((), dtype=full.dtype).expand(full.shape)
+        parameter.data = full.to(dtype)
+        place = torch.nn.Parameter(full if empty is None else empty, requires_grad=False)
+        staged.append(_Staged(place, empty, parameter.data.copy_))
+        tensors[name] = place
+    return Intake(tensors, staged)
 
 
 def quantise(

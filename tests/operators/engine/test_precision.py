@@ -11,7 +11,7 @@ from dataflow import Model
 from operators.engine import attention
 from operators.engine.decode import Engine
 from operators.engine.pages import PAGE
-from operators.engine.precision import FORMATS, fault, formats, linear_weights, quantise, unrounded
+from operators.engine.precision import FORMATS, cast, fault, formats, linear_weights, quantise, unrounded
 from operators.engine.precision import linear as linear_layers
 from operators.engine.precision.formats import pack, per_token, unpack
 from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
@@ -294,6 +294,35 @@ def test_versions_from_the_trainer_are_quantised_and_the_last_one_counts(make_mo
         assert all(tensor.untyped_storage().nbytes() == 4 for tensor in staged.values())
     intake.adopted()
     assert torch.equal(logits(model), logits(fresh))
+    writer.close()
+
+
+@pytest.mark.parametrize("adopt", ["view", "copy"])
+def test_versions_from_the_trainer_are_cast_and_the_last_one_counts(make_model, adopt):
+    hub = Hub()
+    model = make_model("qwen2", seed=0, tie_word_embeddings=True)
+    policies = [make_model("qwen2", seed=seed, tie_word_embeddings=True) for seed in (1, 2, 3)]
+    expected = []
+    for policy in policies:
+        narrow = copy.deepcopy(policy)
+        for weight in narrow.parameters():
+            weight.data = weight.data.bfloat16()
+        expected.append(logits(narrow))
+    intake = cast(model, torch.bfloat16, adopt=adopt)
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+    writer = WeightWriter(FlatLayout.of(dict(policies[0].named_parameters())), hub)
+    reader = WeightReader(hub, "generator", adopt=adopt)
+    reader.attach(intake.tensors)
+    for version, policy in enumerate(policies):
+        writer.publish(version, dict(policy.named_parameters()))
+        assert reader.wait(version, timeout_s=5) == version
+        intake.adopted()
+        assert torch.equal(logits(model), expected[version])
+    reader.close()
+    if adopt == "view":
+        assert all(tensor.untyped_storage().nbytes() == 4 for tensor in intake.tensors.values())
+    intake.adopted()
+    assert torch.equal(logits(model), expected[-1])
     writer.close()
 
 

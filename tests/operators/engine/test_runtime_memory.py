@@ -80,8 +80,8 @@ def test_without_truncation_the_mask_column_is_null(build):
     assert all(left is None for row in rows_of(run_dry(runtime)) for left in row[SAMPLING_MASK])
 
 
-@pytest.mark.parametrize("weights", ["int8", "int8_dynamic", "fp8"])
-def test_quantised_weights_follow_the_trainer(weights, build, make_model):
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int8_dynamic", "fp8"])
+def test_narrow_weights_follow_the_trainer(weights, build, make_model):
     def tokens(models, at_poll):
         plane = FakePlane(models, at_poll)
         runtime = build(context={"reader": plane}, weights=weights, max_tokens=8)
