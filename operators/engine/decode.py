@@ -287,12 +287,13 @@ class Engine:
         known = self.pages.find(tokens)
         whole = len(tokens) // PAGE
         self.pages.share(known)
+        near, alike = (-1, 0) if self.fused is None else self.pages.near(tokens, len(known))
         common = known + self.pages.take(whole - len(known))
         self.pages.share(common, rows - 1)
         self.pages.remember(tokens, common)
         own = pages_for(len(tokens)) - whole
         tables = [common + self.pages.take(own) for _ in range(rows)]
-        return Prefix(tokens=tokens, cached=len(known), tables=tables)
+        return Prefix(tokens=tokens, cached=len(known), tables=tables, near=near, alike=alike)
 
     def _forward(self, new: Sequence[Prefix]) -> torch.Tensor:
         """Logits of every active row and, once for each of its rows, of every new prefix."""

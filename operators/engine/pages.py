@@ -18,6 +18,8 @@ from dataflow.records import AnyArray
 
 PAGE = 16
 """Positions in a page."""
+MOST_NEAR = 64
+"""Pages behind one prefix that are looked at for the beginning that they have in common with new tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +32,21 @@ class Prefix:
     """How many full pages of them were there before, or are filled by an earlier prefix of this step."""
     tables: Sequence[Sequence[int]]
     """Pages of each row; they share all full ones."""
+    near: int = -1
+    """A page, there before or filled by an earlier prefix of this step, that begins as the first page to compute does;
+    -1: none."""
+    alike: int = 0
+    """Tokens that they have in common, whose keys and values are copied."""
+
+    @property
+    def begin(self) -> int:
+        """The first position to compute."""
+        return self.cached * PAGE + self.alike
 
     @property
     def new(self) -> int:
         """Tokens to compute."""
-        return len(self.tokens) - self.cached * PAGE
+        return len(self.tokens) - self.begin
 
 
 def pages_for(tokens: int) -> int:
@@ -62,6 +74,9 @@ class Pages:
         self._holders = [0] * count
         self._by_key: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._behind: dict[bytes, dict[int, AnyArray]] = {}
+        """By key of a prefix, the pages known to follow it, with their tokens."""
+        self._before: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -116,22 +131,45 @@ class Pages:
                 found.append(page)
         return found
 
+    def near(self, tokens: AnyArray, known: int) -> tuple[int, int]:
+        """The page held by some row that begins most like these tokens do behind their first `known` pages, and how
+        many tokens are alike, at most all but the last; (-1, 0) without any."""
+        keys = _keys(tokens[: known * PAGE])
+        behind = self._behind.get(keys[-1] if keys else b"", {})
+        wanted = tokens[known * PAGE : len(tokens) - 1][:PAGE]
+        found, alike = -1, 0
+        for page in list(behind)[-MOST_NEAR:]:
+            same = int((behind[page][: len(wanted)] == wanted).cumprod().sum())
+            if same > alike and self._holders[page]:
+                found, alike = page, same
+        return found, alike
+
     def remember(self, tokens: AnyArray, pages: Sequence[int]) -> None:
         """Let the full pages of these tokens be found from now on."""
-        for key, page in zip(_keys(tokens), pages, strict=False):
+        before = b""
+        for i, (key, page) in enumerate(zip(_keys(tokens), pages, strict=False)):
             if key not in self._by_key and page not in self._key_of:
                 self._by_key[key] = page
                 self._key_of[page] = key
+                self._before[page] = before
+                self._behind.setdefault(before, {})[page] = np.array(tokens[i * PAGE : (i + 1) * PAGE])
+            before = key
 
     def forget(self) -> None:
         """No prefix is found any more: the weights have changed."""
         self._by_key.clear()
         self._key_of.clear()
+        self._behind.clear()
+        self._before.clear()
         self._free += self._idle
         self._idle.clear()
 
     def _unkey(self, page: int) -> None:
         del self._by_key[self._key_of.pop(page)]
+        before = self._before.pop(page)
+        del self._behind[before][page]
+        if not self._behind[before]:
+            del self._behind[before]
 
 
 def _keys(tokens: AnyArray) -> list[bytes]:

@@ -1,9 +1,9 @@
 /* One forward pass of a decoder over rows of one token each: embedding, layers, logits.
 
-   Rows are divided among threads; a thread takes its rows, a block at a time, through all layers without waiting for
-   another. Rows are decoded tokens, each with pages of its own behind those that its run shares, and after them
-   prompts: the tokens of a prompt are rows of one run with the same pages, in order, on one thread, so that what a
-   token attends to is there. Activations are float32, and so is what lies between products where weights are bfloat16.
+   Rows are divided among threads. Rows are decoded tokens, each with pages of its own behind those that its run shares,
+   and after them prompts: the tokens of a prompt are rows of one run with the same pages, in order. Without prompts a
+   thread takes its rows, a block at a time, through all layers without waiting for another; with them threads take
+   their parts of a block together, and wait in each layer until the block's keys and values are there. Activations are float32, and so is what lies between products where weights are bfloat16.
    Axes: n rows, H hidden, K key/value heads, R query heads for each, D width of a head. */
 
 #define BLOCK_ROWS 128
@@ -29,9 +29,9 @@ typedef struct {
 typedef struct {
     const int64_t *tokens, *positions;
     const int32_t *table, *table_rows;
-    int64_t table_width, n, decoded; /* rows [decoded, n) are prompts */
+    int64_t table_width, n;
     Runs runs;
-    const int32_t *joined; /* runs that stay with the one before them, whose pages they may read, [count]; or null */
+    const int32_t *near, *alike; /* page that a run's first begins like, for how many tokens, [count]; null: no prompts */
     const int64_t *wanted; /* rows whose logits are asked for, ascending; null: all */
     int64_t wanted_count;
     float *logits; /* [wanted, vocabulary] */
@@ -96,6 +96,20 @@ static void prepare_row(const Decoder *d, const Layer *layer, const Attention *a
         remember_floats(a, head, row, keys + head * width, values + head * width);
 }
 
+/* Gives the runs that begin among the rows [from, to) the keys and values of the tokens that others' pages have too. */
+static void copy_alike(const Work *w, const Attention *a, int64_t from, int64_t to) {
+    for (int64_t run = 0; run < w->runs.count; run++) {
+        int64_t row = w->runs.starts[run], bytes = w->alike[run] * a->width * (a->halves ? 2 : 4);
+        if (bytes == 0 || row < from || row >= to) continue;
+        for (int64_t head = 0; head < a->heads; head++) {
+            int64_t origin = (w->near[run] * a->heads + head) * PAGE * a->width;
+            int64_t target = page_place(a, head, row, a->positions[row] / PAGE);
+            memcpy((char *)at(a->keys, target, a->halves), at(a->keys, origin, a->halves), bytes);
+            memcpy((char *)at(a->values, target, a->halves), at(a->values, origin, a->halves), bytes);
+        }
+    }
+}
+
 /* Attention of the rows from `start`, whose qkv are given, into mixed [., K * R * D]. */
 static void attend_block(const Decoder *d, const Attention *a, int64_t start, const Unit *units, int64_t count,
                          const float *qkv, float *mixed, Scratch s) {
@@ -137,8 +151,9 @@ static void predict(const Decoder *d, const Work *w, int64_t from, int64_t to, c
     multiply(&d->head, PLAIN, count, h, w->logits + first * d->vocabulary, d->vocabulary, rounded);
 }
 
-/* Takes the rows [from, to) through all layers. */
-static void forward(const Decoder *d, const Work *w, int64_t from, int64_t to, float *memory) {
+/* Takes the rows [from, to) through all layers: a thread's part of the block [first, last). */
+static void forward(const Decoder *d, const Work *w, int64_t first, int64_t last, int64_t from, int64_t to,
+                    float *memory) {
     int64_t n = to - from, hidden = d->hidden, line = qkv_width(d), out = mixed_width(d);
     float *x = memory, *h = x + BLOCK_ROWS * hidden, *qkv = h + BLOCK_ROWS * most(hidden, out);
     float *inner = qkv + BLOCK_ROWS * line;
@@ -155,6 +170,11 @@ static void forward(const Decoder *d, const Work *w, int64_t from, int64_t to, f
             normalise(x + i * hidden, layer->before_attention, hidden, d->epsilon, h + i * hidden);
         multiply(&layer->qkv, PLAIN, n, h, qkv, line, rounded);
         for (int64_t i = 0; i < n; i++) prepare_row(d, layer, &a, from + i, qkv + i * line);
+        if (w->alike) {
+#pragma omp barrier
+#pragma omp single
+            copy_alike(w, &a, first, last);
+        }
         attend_block(d, &a, from, units, count, qkv, h, s);
         multiply(&layer->mixed, ADDED, n, h, x, hidden, rounded);
         for (int64_t i = 0; i < n; i++)
@@ -171,8 +191,8 @@ INLINE int64_t cost_of(const Decoder *d, const Work *w, int64_t row, int64_t sha
     return weights + (3 * pages - 2 * least(shared, pages)) * PAGE * 2 * mixed_width(d) * d->layer_count;
 }
 
-/* Rows at which each of `parts` threads begins, [parts + 1]: of equal cost; prompts are not divided, and runs are not
-   where that unbalances by less than a sixteenth. */
+/* Rows at which each of `parts` threads begins, [parts + 1]: of equal cost; runs are not divided where that unbalances
+   by less than a sixteenth. */
 static void divide(const Decoder *d, const Work *w, int64_t parts, int64_t *begins) {
     int64_t weights = d->vocabulary * d->hidden, total = 0, count = w->runs.starts ? w->runs.count : w->n;
     weights += d->layer_count * (d->hidden * (qkv_width(d) + 3 * d->inner) + mixed_width(d) * d->hidden);
@@ -181,12 +201,11 @@ static void divide(const Decoder *d, const Work *w, int64_t parts, int64_t *begi
         begins[0] = 0;
         for (int64_t run = 0; run < count; run++) {
             int64_t row = w->runs.starts ? w->runs.starts[run] : run, same = w->runs.starts ? w->runs.pages[run] : 0;
-            while (w->joined && run + 1 < count && w->joined[run + 1]) run++;
             int64_t end = w->runs.starts ? w->runs.starts[run + 1] : run + 1, before = sum;
             for (int64_t i = row; i < end; i++) sum += cost_of(d, w, i, same, weights);
             for (; pass && part < parts && total * part / parts <= sum; part++) {
                 int64_t ahead = total * part / parts - before, left = sum - before - ahead;
-                if (row >= w->decoded || least(ahead, left) <= slack) begins[part] = ahead < left ? row : end;
+                if (least(ahead, left) <= slack) begins[part] = ahead < left ? row : end;
                 else
                     for (begins[part] = row; ahead > 0; begins[part]++)
                         ahead -= cost_of(d, w, begins[part], same, weights);
@@ -194,6 +213,16 @@ static void divide(const Decoder *d, const Work *w, int64_t parts, int64_t *begi
         }
         total = sum;
         for (; pass && part <= parts; part++) begins[part] = w->n;
+    }
+}
+
+/* A team of threads takes blocks through all layers, one after the other, each thread its part of the rows. */
+static void forward_together(const Decoder *d, const Work *w, float *scratch, int64_t scratch_size) {
+    int64_t team = thread_count(), thread = thread_number(), step = evenly(w->n, team * BLOCK_ROWS);
+    for (int64_t row = 0; row < w->n; row += step) {
+        int64_t end = least(row + step, w->n), share = (end - row + team - 1) / team;
+        int64_t from = least(row + thread * share, end);
+        forward(d, w, row, end, from, least(from + share, end), scratch + thread * scratch_size);
     }
 }
 
@@ -205,12 +234,17 @@ int64_t dataflow_step(const Decoder *d, const Work *w, int64_t longest, float *s
         if (w->tokens[i] < 0 || w->tokens[i] >= d->vocabulary || w->positions[i] < 0 || w->positions[i] >= longest ||
             w->positions[i] / PAGE >= w->table_width)
             return i;
+    if (w->alike) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        forward_together(d, w, scratch, scratch_size);
+        return -1;
+    }
     divide(d, w, threads, begins);
 #pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1 && begins[1] < w->n)
     for (int64_t part = 0; part < threads; part++) {
         int64_t step = evenly(most(1, begins[part + 1] - begins[part]), BLOCK_ROWS);
         for (int64_t row = begins[part]; row < begins[part + 1]; row += step)
-            forward(d, w, row, least(row + step, begins[part + 1]), scratch + part * scratch_size);
+            forward(d, w, 0, 0, row, least(row + step, begins[part + 1]), scratch + part * scratch_size);
     }
     return -1;
 }

@@ -29,8 +29,8 @@ class RowsStruct(ctypes.Structure):
 
     _fields_ = [
         ("tokens", POINTER), ("positions", POINTER), ("table", POINTER), ("table_rows", POINTER), ("table_width", LONG),
-        ("rows", LONG), ("decoded", LONG), ("starts", POINTER), ("pages", POINTER), ("runs", LONG), ("joined", POINTER),
-        ("wanted", POINTER), ("wanted_count", LONG), ("logits", POINTER),
+        ("rows", LONG), ("starts", POINTER), ("pages", POINTER), ("runs", LONG), ("near", POINTER),
+        ("alike", POINTER), ("wanted", POINTER), ("wanted_count", LONG), ("logits", POINTER),
     ]  # fmt: skip
 
 
@@ -42,8 +42,6 @@ class NativeRows:
     """int64 [N], dense."""
     positions: torch.Tensor
     """int64 [N], dense."""
-    decoded: int
-    """n."""
     longest: int
     """The largest position plus one."""
     table: torch.Tensor
@@ -54,8 +52,10 @@ class NativeRows:
     """int32 [r + 1], dense."""
     shared: torch.Tensor | None
     """int32 [r], dense."""
-    joined: torch.Tensor | None
-    """Runs that stay on the thread of the one before them, int32 [r]; None: none."""
+    near: torch.Tensor | None
+    """The page that each run's first one begins like, int32 [r]; None: there are no prefixes."""
+    alike: torch.Tensor | None
+    """For so many tokens, int32 [r]; 0: none."""
     wanted: torch.Tensor | None
     """Rows whose logits are asked for, int64, ascending; None: all."""
 
@@ -70,10 +70,11 @@ class NativeRows:
         n = len(tokens)
         if not new:
             return NativeRows(
-                tokens=tokens.contiguous(), positions=positions.contiguous(), decoded=n, longest=layout.longest,
-                table=layout.table, table_rows=None, runs=layout.runs, shared=layout.shared, joined=None, wanted=None,
+                tokens=tokens.contiguous(), positions=positions.contiguous(), longest=layout.longest,
+                table=layout.table, table_rows=None, runs=layout.runs, shared=layout.shared, near=None, alike=None,
+                wanted=None,
             )  # fmt: skip
-        begins = [prefix.cached * PAGE for prefix in new]
+        begins = [prefix.begin for prefix in new]
         counts = np.array([len(prefix.tokens) - begin for prefix, begin in zip(new, begins, strict=True)])
         ends = n + np.cumsum(counts)
         wide = max(layout.table.shape[1], *(len(prefix.tables[0]) for prefix in new))
@@ -89,7 +90,6 @@ class NativeRows:
         return NativeRows(
             tokens=torch.cat([tokens, torch.from_numpy(fresh.astype(np.int64))]),
             positions=torch.cat([positions, torch.from_numpy(np.concatenate(places))]),
-            decoded=n,
             longest=max(layout.longest, *(len(prefix.tokens) for prefix in new)),
             table=table,
             table_rows=torch.from_numpy(
@@ -97,7 +97,8 @@ class NativeRows:
             ),
             runs=torch.cat([runs, torch.from_numpy(ends.astype(np.int32))]),
             shared=torch.cat([shared, torch.full((len(new),), wide, dtype=torch.int32)]),
-            joined=torch.tensor([0] * len(shared) + joined(new), dtype=torch.int32),
+            near=torch.tensor([-1] * len(shared) + [prefix.near for prefix in new], dtype=torch.int32),
+            alike=torch.tensor([0] * len(shared) + [prefix.alike for prefix in new], dtype=torch.int32),
             wanted=torch.from_numpy(np.concatenate([np.arange(n), ends - 1])),
         )
 
@@ -109,24 +110,11 @@ class NativeRows:
 
         return RowsStruct(
             tokens=place(self.tokens), positions=place(self.positions), table=place(self.table),
-            table_rows=place(self.table_rows), table_width=self.table.stride(0), rows=self.rows, decoded=self.decoded,
+            table_rows=place(self.table_rows), table_width=self.table.stride(0), rows=self.rows,
             starts=place(self.runs), pages=place(self.shared), runs=0 if self.shared is None else len(self.shared),
-            joined=place(self.joined), wanted=place(self.wanted),
+            near=place(self.near), alike=place(self.alike), wanted=place(self.wanted),
             wanted_count=0 if self.wanted is None else len(self.wanted), logits=place(logits),
         )  # fmt: skip
-
-
-def joined(new: Sequence[Prefix]) -> list[bool]:
-    """Which prefixes stay with the one before: what they have cached may be computed by earlier ones of this step."""
-    maker: dict[int, int] = {}
-    together = [False] * len(new)
-    for i, prefix in enumerate(new):
-        made = [maker[page] for page in prefix.tables[0][: prefix.cached] if page in maker]
-        if made:
-            together[min(made) + 1 : i + 1] = [True] * (i - min(made))
-        for page in prefix.tables[0][prefix.cached :]:
-            maker[page] = i
-    return together
 
 
 def copy_partial_pages(layers: Sequence[tuple[torch.Tensor, torch.Tensor]], new: Sequence[Prefix]) -> None:

@@ -13,6 +13,14 @@ INLINE int64_t thread_number(void) {
 #endif
 }
 
+INLINE int64_t thread_count(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
 #include "pages.c"
 #include "attention.c"
 #include "matmul.c"

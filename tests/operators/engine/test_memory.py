@@ -132,6 +132,29 @@ def test_a_prefix_that_is_known_in_part_gives_the_same_rollouts(threads, adapted
         np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tokens_that_prompts_have_in_common_are_computed_once_within_a_page_too(threads, adapted):
+    torch.set_num_threads(threads)
+    shared = np.arange(27) % 29 + 2
+    prompts = [np.concatenate([shared, tail]) for tail in (np.arange(3, 22), np.arange(4, 22), [5, 9], np.arange(3, 9))]
+    limits = [len(prompt) + 8 for prompt in prompts]
+    alone = {}
+    for start in work(prompts, limits):
+        alone |= drive(adapted(), [start])
+    engine = adapted(slots=16)
+    fed, forward = [], engine._forward
+    engine._forward = lambda new: fed.append([prefix.new for prefix in new]) or forward(new)
+    together = drive(engine, work(prompts, limits))
+    torch.set_num_threads(1)
+    if engine.fused is not None:
+        assert fed[0] == [46, 18, 2, 1]
+    for ticket, row in together.items():
+        assert row["tokens"].tolist() == alone[ticket]["tokens"].tolist()
+        np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
+        if engine.fused is not None:
+            np.testing.assert_array_equal(row["logprobs"], alone[ticket]["logprobs"])
+
+
 def test_siblings_hold_the_full_pages_of_their_prompt_once_and_are_told_to_attention_as_a_run(adapted):
     engine = adapted()
     engine.step(work([np.arange(37) % 29 + 2, np.arange(20) % 17 + 3], [60, 60]))

@@ -25,6 +25,23 @@ def test_a_known_prefix_is_found_up_to_the_token_before_the_last():
     assert pages.find(tokens(2 * PAGE, 7)) == []
 
 
+def test_the_page_that_begins_most_alike_is_found_behind_a_known_prefix_while_somebody_holds_it():
+    pages = Pages(8)
+    begin = tokens(PAGE)
+    for alike in (3, 9):
+        tail = np.concatenate([tokens(alike, 50), tokens(PAGE - alike, 100 + alike)])
+        held = pages.take(2)
+        pages.remember(np.concatenate([begin, tail]), held)
+    asked = np.concatenate([begin, tokens(9, 50), [7, 7]])
+    assert pages.near(asked, 1) == (held[1], 9)
+    assert pages.near(asked[:-2], 1) == (held[1], 8), "the last token has to be computed, for its logits"
+    assert pages.near(tokens(20, 500), 0) == (-1, 0)
+    pages.release(held)
+    assert pages.near(asked, 1)[1] == 3
+    pages.forget()
+    assert pages.near(asked, 1) == (-1, 0)
+
+
 def test_new_weights_make_every_prefix_unknown():
     pages = Pages(4)
     held = pages.take(2)

@@ -10,7 +10,7 @@ import torch
 from operators.engine.kv_cache import KVCache
 from operators.engine.native.build import library
 from operators.engine.native.families import reason_against
-from operators.engine.native.fused import FusedStep, joined, supports
+from operators.engine.native.fused import FusedStep, supports
 from operators.engine.pages import PAGE, Prefix
 from operators.models.errors import ModelError
 
@@ -185,8 +185,6 @@ def test_a_prefix_may_read_pages_that_an_earlier_one_computes_in_the_same_step(m
     begun = Prefix(tokens=whole[:64], cached=0, tables=[common])
     between = Prefix(tokens=other, cached=0, tables=[theirs[0][:2]])
     after = Prefix(tokens=whole, cached=4, tables=[longer])
-    assert joined([begun, between, after]) == [False, True, True]
-    assert joined([begun, between, between]) == [False, False, False]
     torch.set_num_threads(3)
     try:
         found = step(*NOTHING, cache, EMPTY, [begun, between, after])
@@ -194,6 +192,26 @@ def test_a_prefix_may_read_pages_that_an_earlier_one_computes_in_the_same_step(m
         torch.set_num_threads(1)
     for tokens, logits in zip((whole[:64], other, whole), found, strict=True):
         assert_near(logits, model(torch.from_numpy(tokens)[None]).logits[0, -1])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_prefix_that_begins_as_a_page_of_another_has_the_bits_of_one_computed_whole(model, threads):
+    step = FusedStep(model)
+    (whole, other), _, _ = drawing(model, lengths=(300, 210), siblings=1, count=1)
+    other[:190] = whole[:190]
+    (mine, theirs), cache = rows_of([whole, other], 1, 300)
+    first = Prefix(tokens=whole, cached=0, tables=mine)
+    table = [*mine[0][:11], *theirs[0][11:]]
+    second = Prefix(tokens=other, cached=11, tables=[table], near=mine[0][11], alike=190 - 11 * PAGE)
+    assert second.new == 20
+    torch.set_num_threads(threads)
+    found = step(*NOTHING, cache, EMPTY, [first, second])
+    torch.set_num_threads(1)
+    alone = [
+        step(*NOTHING, KVCache(20), EMPTY, [Prefix(tokens=prompt, cached=0, tables=[list(range(20))])])
+        for prompt in (whole, other)
+    ]
+    assert torch.equal(found, torch.cat(alone))
 
 
 @pytest.mark.parametrize("tied", [False, True])
