@@ -26,7 +26,7 @@ class _Staged:
 
     tensor: torch.nn.Parameter
     empty: torch.Tensor | None
-    take: Callable[[torch.Tensor], None]
+    take: Callable[[torch.Tensor], object]
 
 
 class Intake:
