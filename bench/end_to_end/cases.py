@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.end_to_end.pace import PROMPTS_PER_STEP
 from graphs.tasks import sorting
 from operators.rewards.match import exact
 from operators.warm_start import warm_start
@@ -60,6 +61,8 @@ class Case:
     """Wall time that a call takes by sleeping, in seconds."""
     max_tokens: int
     lr: float
+    prompts_per_step: int = PROMPTS_PER_STEP
+    """Groups of GROUP_SIZE rollouts in a step."""
     steps: dict[str, int]
     """Counted steps, by system."""
     warmup: dict[str, int]

@@ -11,7 +11,6 @@ from bench.report import Figure
 
 GROUP_SIZE = 8
 PROMPTS_PER_STEP = 32
-ROLLOUTS_PER_STEP = PROMPTS_PER_STEP * GROUP_SIZE
 HEAVY = 10
 """A heavy tail: the 99th percentile of the lengths is at least so many times their median."""
 
@@ -97,10 +96,11 @@ def figures(measured: Measured, *, warmup: int, cooldown: int, level: float | No
     seconds, steps = counted[-1] - counted[0], len(counted) - 1
     lengths = sorted(length for step in measured.lengths[warmup : warmup + steps] for length in step)
     return {
-        "rollouts_per_s": steps * ROLLOUTS_PER_STEP / seconds,
+        "rollouts_per_s": len(lengths) / seconds,
         "seconds_to_accuracy": seconds_to(measured, level, warmup),
         "efficiency": measured.efficiency,
         "tokens_per_s": sum(lengths) / seconds,
+        "step_s": seconds / steps,
         "steps": steps,
         "wall_s": measured.wall_s,
         "startup_s": measured.startup_s,

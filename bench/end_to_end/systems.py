@@ -1,8 +1,8 @@
 """The four systems of the end-to-end bench, each run once in this process; torch and TRL come in where needed.
 
-All train on the same batches (32 prompts x 8 rollouts at temperature 1) with the same loss: log-probabilities
-times the advantage over the group's mean, summed over tokens and divided by the rollouts, no KL term, gradient
-norm clipped at 1, one step of AdamW (lr constant, betas 0.9 and 0.999, no weight decay).
+All train on the same batches (as many prompts as the case says x 8 rollouts at temperature 1) with the same loss:
+log-probabilities times the advantage over the group's mean, summed over tokens and divided by the rollouts, no KL term,
+gradient norm clipped at 1, one step of AdamW (lr constant, betas 0.9 and 0.999, no weight decay).
 
 TRL's nearest is loss_type="dr_grpo" with scale_rewards="none", beta=0 and one iteration: with one update per
 batch the clipped ratio is 1, so its gradient is the same, but divided by max_completion_length as well; the
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.end_to_end.cases import ASYNC_STALENESS, Case, Row
-from bench.end_to_end.pace import GROUP_SIZE, PROMPTS_PER_STEP, ROLLOUTS_PER_STEP, Measured, Stopwatch
+from bench.end_to_end.pace import GROUP_SIZE, Measured, Stopwatch
 
 GRAD_CLIP = 1.0
 
@@ -60,7 +60,7 @@ def run_plain(case: Case, *, seed: int, threads: int, born: float) -> Measured:
     _evaluate(watch, model, tokenizer, case)
     with ThreadPoolExecutor(case.calls) as pool:
         for _ in range(total_steps("plain", case)):
-            rows = [row for _ in range(PROMPTS_PER_STEP) for row in [next(picks)] * GROUP_SIZE]
+            rows = [row for _ in range(case.prompts_per_step) for row in [next(picks)] * GROUP_SIZE]
             tokens, attention, start = generate(model, tokenizer, [row["prompt"] for row in rows], case.max_tokens)
             completions = tokenizer.batch_decode(tokens[:, start:], skip_special_tokens=True)
             scores_P_G = torch.tensor(_scores(case, pool, completions, rows)).view(-1, GROUP_SIZE)
@@ -102,7 +102,7 @@ def run_trl(case: Case, *, seed: int, threads: int, born: float) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
             output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, seed=seed,
-            per_device_train_batch_size=ROLLOUTS_PER_STEP, gradient_accumulation_steps=1,
+            per_device_train_batch_size=case.prompts_per_step * GROUP_SIZE, gradient_accumulation_steps=1,
             num_generations=GROUP_SIZE, num_iterations=1, max_completion_length=case.max_tokens,
             temperature=1.0, top_k=0, top_p=1.0, beta=0.0, loss_type="dr_grpo", scale_rewards="none",
             learning_rate=case.lr, lr_scheduler_type="constant", weight_decay=0.0, optim="adamw_torch_fused",
@@ -135,7 +135,7 @@ def run_ours(case: Case, system: str, *, max_staleness: int, seed: int, threads:
     reward = scorer(name="reward", concurrency=case.calls)(case.reward)
     generator = Generator(model, group_size=GROUP_SIZE, max_tokens=case.max_tokens)
     trainer = Trainer(
-        model, loss=aipo, prompts_per_step=PROMPTS_PER_STEP, lr=case.lr, normalize="rollouts",
+        model, loss=aipo, prompts_per_step=case.prompts_per_step, lr=case.lr, normalize="rollouts",
         max_grad_norm=GRAD_CLIP, checkpoint_every=case.eval_every or None,
     )  # fmt: skip
     trainer(advantage(reward(generator(graph.source(prompts)))))

@@ -9,7 +9,6 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +16,8 @@ from rich.console import Console
 from bench.learning.algorithms import budget
 from bench.learning.figures import curve_of, row_of, summary
 from bench.learning.picture import picture
-from bench.own_process import figures_of
 from bench.real.evaluation import accuracies
+from bench.real.runs import Line, chosen, made_once, setting_of
 from bench.real.task import Task, task_of
 from bench.report import Figure, Report
 
@@ -26,7 +25,6 @@ CASE = "parity"
 TITLE = "Sums and differences by SmolLM2-135M-Instruct"
 CURVE_QUESTIONS = 256
 """Held-out questions of an evaluation within a run."""
-RUN_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -43,34 +41,18 @@ ARMS = {
 """By name; the number is max_staleness. Uncorrected: -A * log pi, as if the rollouts were the policy's own."""
 
 
-def parity(options: argparse.Namespace, given: Sequence[str], common: Mapping[str, Figure]) -> bool:
-    """Every arm and seed that FILE lacks, each in a process of its own; table and picture of all. True: one failed.
+def parity(options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]) -> list[Line]:
+    """Every arm and seed that FILE lacks, each in a process of its own; table and picture of all.
 
-    given: the command line, which each run gets as well.
+    given: the command line, which each run gets as well. about: the conditions.
     """
-    setting = setting_of(options)
-    done = finished(options.json, setting)
-    report, lines = Report("real", options.json), list(done)
-    for each in done:
-        report.add(**each)
-    there = {(line["seed"], line["system"]) for line in done}
-    wanted = [(seed, name) for seed in range(options.seeds) for name in options.arms]
-    failed = False
-    for seed, name in wanted:
-        if (seed, name) in there:
-            print(f"{name} with seed {seed}: stands in {options.json}", flush=True)
-            continue
-        found = figures_of("bench.real", [name, str(seed)], given, timeout_s=RUN_TIMEOUT_S)
-        line = {"case": CASE, "system": name, "seed": seed, "setting": setting, **found, **common}
-        failed |= "failed" in found
-        report.add(**line)
-        lines.append(line)
-        print(f"{name} with seed {seed}: {found.get('failed') or told(found)}", flush=True)
-    show(lines, setting)
+    wanted = [(name, seed) for seed in range(options.seeds) for name in chosen(options, tuple(ARMS))]
+    lines = made_once(options, CASE, wanted, given=given, about=about, told=told)
+    show(lines, setting_of(options))
     print(DIFFERS, flush=True)
     if options.json is not None:
         options.json.with_suffix(".svg").write_text(picture(lines, TITLE, "questions"), encoding="utf-8")
-    return failed
+    return lines
 
 
 DIFFERS = """\
@@ -87,26 +69,6 @@ def told(found: Mapping[str, Any]) -> str:
         f"accuracy {found['first']:.3f} to {found['accuracy']:.3f} (greedy {found['greedy']:.3f}), staleness "
         f"{found['staleness']:.2f}, {found['seconds']:.0f} s"
     )
-
-
-def setting_of(options: argparse.Namespace) -> str:
-    """What runs have to have in common to stand in one table."""
-    policy = Path(options.policy).name or options.policy
-    return (
-        f"{options.task}, {policy}, {options.steps} steps of {options.prompts_per_step} x {options.group_size}, "
-        f"lr {options.lr:g}, {options.dtype}, {options.weights}"
-    )
-
-
-def finished(path: Path | None, setting: str) -> list[dict[str, Any]]:
-    """The lines of runs that did not fail, as `Report.add` takes them. Errors: SystemExit where FILE has others."""
-    if path is None or not path.is_file():
-        return []
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    others = {line.get("setting", "another bench") for line in lines} - {setting}
-    if others:
-        raise SystemExit(f"{path} holds runs of {sorted(others)[0]}, but this is {setting}; give another --json FILE")
-    return [{key: value for key, value in line.items() if key != "bench"} for line in lines if "failed" not in line]
 
 
 def show(lines: Sequence[Mapping[str, Any]], setting: str) -> None:

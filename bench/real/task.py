@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from dataflow import Graph, Model
@@ -112,6 +113,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     found.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
     found.add_argument("--weights", choices=WEIGHTS, default="model", help="of the generator's linear layers")
     found.add_argument("--no-chat", action="store_true", help="prompts as they stand, for a model without a template")
+    found.add_argument("--threads", type=int, default=2, help="of systems that settle none (default: %(default)s)")
     found.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     found.add_argument("--questions", type=int, default=512, help="that are held out (default: %(default)s)")
 
@@ -124,6 +126,17 @@ def task_of(options: argparse.Namespace) -> Task:
         group_size=options.group_size, max_tokens=options.max_tokens, lr=options.lr, chat=not options.no_chat,
         dtype=options.dtype, weights=options.weights,
     )  # fmt: skip
+
+
+def folder_of(policy: str) -> Path:
+    """The Hugging Face folder of a policy, for those that read nothing else."""
+    from dataflow.gguf.conversion import converted
+    from dataflow.gguf.sources import is_gguf
+
+    folder = converted(policy) if is_gguf(policy) else Path(policy)
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"--policy {policy} is no folder with a config.json; give one, or a GGUF file")
+    return folder.absolute()
 
 
 def distinct(task: str, count: int) -> tuple[Row, ...]:

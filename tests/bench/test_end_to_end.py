@@ -9,7 +9,7 @@ import pytest
 
 from bench.end_to_end.__main__ import has_trl, is_heavy, run_all
 from bench.end_to_end.cases import LONG, SHORT, TAIL_TOKENS, make_case, tail_examples
-from bench.end_to_end.pace import ROLLOUTS_PER_STEP, Measured, Stopwatch, figures, medians, seconds_to
+from bench.end_to_end.pace import Measured, Stopwatch, figures, medians, seconds_to
 from bench.report import Report
 
 
@@ -21,8 +21,11 @@ class Clock:
         return self.now
 
 
+ROLLOUTS = 256
+
+
 def measured(ends: list[float], accuracies: list[tuple[int, float]] | None = None) -> Measured:
-    lengths = [[4] * ROLLOUTS_PER_STEP for _ in ends]
+    lengths = [[4] * ROLLOUTS for _ in ends]
     return Measured(startup_s=1.0, wall_s=9.0, ends=ends, lengths=lengths, accuracies=accuracies or [])
 
 
@@ -52,8 +55,8 @@ def test_neither_warmup_nor_cooldown_counts_in_the_rate() -> None:
     slow_ends = measured([10.0, 20.0, 21.0, 22.0, 23.0, 43.0])
     found = figures(slow_ends, warmup=2, cooldown=1, level=None)
     assert found["steps"] == 3
-    assert found["rollouts_per_s"] == ROLLOUTS_PER_STEP
-    assert found["tokens_per_s"] == 4 * ROLLOUTS_PER_STEP
+    assert found["rollouts_per_s"] == ROLLOUTS
+    assert found["tokens_per_s"] == 4 * ROLLOUTS
     assert found["seconds_to_accuracy"] is None
 
 

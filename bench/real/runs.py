@@ -1,0 +1,105 @@
+"""Runs that have a process each, are made once, and stand in one file with the conditions that they were made under."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.chaos.nemesis import everyone
+from bench.end_to_end.__main__ import environment
+from bench.own_process import figures_of
+from bench.report import Figure, Report
+
+RUN_TIMEOUT_S = 3600.0
+MIB = 2**20
+Line = dict[str, Any]
+
+
+def made_once(
+    options: argparse.Namespace,
+    case: str,
+    wanted: Sequence[tuple[str, int]],
+    *,
+    given: Sequence[str],
+    about: Mapping[str, Figure],
+    told: Callable[[Line], str],
+) -> list[Line]:
+    """A line for each system and seed: those that the JSON file has, the others measured now, one after the other.
+
+    given: the command line, which each run gets as well. about: the conditions, which stand in each line.
+    Errors: SystemExit where the file has other runs.
+    """
+    setting = setting_of(options)
+    lines = finished(options.json, case, setting)
+    report = Report("real", options.json)
+    for line in lines:
+        report.add(**line)
+    there = {(line["system"], line["seed"]) for line in lines}
+    for system, seed in wanted:
+        if (system, seed) in there:
+            print(f"{system} with seed {seed}: stands in {options.json}", flush=True)
+            continue
+        memory = PeakMemory()
+        found = figures_of(
+            "bench.real", [case, system, str(seed)], given, timeout_s=RUN_TIMEOUT_S,
+            environment=environment(system, options.threads), watch=memory.look,
+        )  # fmt: skip
+        line = {"case": case, "system": system, "seed": seed, "setting": setting, "peak_mib": memory.most / MIB}
+        line |= {**found, **about}
+        report.add(**line)
+        lines.append(line)
+        why = found.get("failed") or found.get("skipped")
+        print(f"{system} with seed {seed}: {why or told(line)}", flush=True)
+    return lines
+
+
+def chosen(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Those of a part's runs that --only asks for. Errors: SystemExit for a name that is none of them."""
+    unknown = [name for name in options.only or () if name not in names]
+    if unknown:
+        raise SystemExit(f"--only {unknown[0]} is no run of this part; give some of {', '.join(names)}")
+    return [name for name in names if name in (options.only or names)]
+
+
+def setting_of(options: argparse.Namespace) -> str:
+    """The task and its size in words: what runs have to have in common to stand in one table."""
+    policy = Path(options.policy).name or options.policy
+    return (
+        f"{options.task}, {policy}, {options.steps} steps of {options.prompts_per_step} x {options.group_size}, "
+        f"lr {options.lr:g}, {options.dtype}, {options.weights}"
+    )
+
+
+def finished(path: Path | None, case: str, setting: str) -> list[Line]:
+    """The lines of runs that did not fail, as `Report.add` takes them. Errors: SystemExit where there are others."""
+    if path is None or not path.is_file():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    others = {(line["case"], line.get("setting", "")) for line in lines} - {(case, setting)}
+    if others:
+        found = ", ".join(min(others))
+        raise SystemExit(f"{path} holds runs of {found}, but these are {case}, {setting}; give another --json FILE")
+    return [{key: value for key, value in line.items() if key != "bench"} for line in lines if "failed" not in line]
+
+
+class PeakMemory:
+    """The most that a process and all that it started hold together: pages that several map count once."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        """Bytes."""
+
+    def look(self, pid: int) -> None:
+        """Read all of them once."""
+        total = 0
+        for process in everyone(pid):
+            try:
+                total += process.memory_full_info().pss
+            except (psutil.Error, OSError):
+                continue
+        self.most = max(self.most, total)
