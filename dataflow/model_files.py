@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _TOKENIZER_CONFIG, _TEMPLATES = "tokenizer_config.json", ("chat_template.jinja", "chat_template.json")
 _MOST_HEADER = 100 << 20
-_HUB_S = 10.0
+_HUB_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,21 +152,29 @@ def start_fault(model: Model) -> str | None:
 
 def _hub_fault(model: Model) -> str | None:
     """Why a model that is no folder here cannot be had: it is not in the hub's cache, and the hub has none."""
+    if (why := hub_refusal(model.source, (_CONFIG, ADAPTER_CONFIG), revision=model.revision)) is None:
+        return None
+    return (
+        f"model '{model.name}' cannot be loaded: there is no folder {model.source} here, and the hub gives no "
+        f"model of that id ({why}); give a folder with config.json and safetensors, or an id on the hub"
+    )
+
+
+def hub_refusal(name: str, files: Sequence[str], *, kind: str | None = None, revision: str | None = None) -> str | None:
+    """What the hub says when it is asked for an id; None where it has one, or its cache here has one of the files.
+
+    kind: None for a model, "dataset" for a data set."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:
-        for name in (_CONFIG, ADAPTER_CONFIG):
-            if isinstance(try_to_load_from_cache(model.source, name, revision=model.revision), str):
+        for file in files:
+            if isinstance(try_to_load_from_cache(name, file, repo_type=kind, revision=revision), str):
                 return None
-        get_hf_file_metadata(hf_hub_url(model.source, _CONFIG, revision=model.revision), timeout=_HUB_S)
+        get_hf_file_metadata(hf_hub_url(name, files[0], repo_type=kind, revision=revision), timeout=_HUB_S)
     except Exception as error:
-        if type(error).__name__ in ("EntryNotFoundError", "RemoteEntryNotFoundError"):  # adapters alone, perhaps
+        if type(error).__name__ in ("EntryNotFoundError", "RemoteEntryNotFoundError"):  # it has other files
             return None
-        why = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no word'])[0]:.200}"
-        return (
-            f"model '{model.name}' cannot be loaded: there is no folder {model.source} here, and the hub gives no "
-            f"model of that id ({why}); give a folder with config.json and safetensors, or an id on the hub"
-        )
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no word'])[0]:.200}"
     return None
 
 

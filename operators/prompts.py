@@ -37,7 +37,8 @@ class Prompts(Source):
     """
 
     source: Any
-    """Path of a file or folder, a list of such paths, id on the hub, a data frame, or an iterable of dicts or texts."""
+    """Path of a file or folder, a list of such paths, id on the hub, a data frame, or an iterable of dicts or texts. As
+    hf:NAME[/CONFIG][:SPLIT] an id says which part, train where it says none: hf:openai/gsm8k:test."""
     columns: Sequence[str] | Mapping[str, Any] = field(default=(), kw_only=True)
     """Columns kept beside the prompt; with types where the first rows do not tell them: {"answer": float}."""
     form: str | None = field(default=None, kw_only=True)
@@ -138,6 +139,11 @@ class Prompts(Source):
     def faults(self) -> list[str]:
         """What is wrong with the knobs, or with a column that no row has."""
         return [*self._knob_faults(), *self._column_faults()]
+
+    def missing(self) -> str | None:
+        """A data set that the hub does not give."""
+        fault = None if self._knob_faults() or self.origin.hub is None else self.origin.hub.fault
+        return fault and f"'{self.name}': {fault}"
 
     def build(self, context: Context) -> Runtime:
         """Read everything, and issue; RecordError for a source that cannot be read, and for bad rows."""

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataflow.errors import RecordError
+from operators.sources.hub import HubData, one_split
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".arrow", ".feather")
 _ROWS_AT_ONCE = 4096
@@ -24,7 +25,6 @@ _LONGEST_NAME = 4096
 _FIRST_ROWS = 1000
 _OTHER_TABLES = (".csv", ".tsv", ".jsonl.zst", ".json.zst", ".csv.gz", ".tsv.gz", ".xlsx")
 _NO_TABLE = (pa.ArrowException, TypeError, ValueError, AttributeError)
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class Origin:
     """Where rows are read from."""
 
     source: Any
-    """Path, paths, id on the hub, or iterable of rows."""
+    """Path, paths, id on the hub, alone or as hf:NAME[/CONFIG][:SPLIT], or iterable of rows."""
     split: str | None = None
     """Of a data set that has several."""
     config: str | None = None
@@ -191,17 +191,20 @@ class Origin:
             return self._number(_file_rows(file, self.columns) for file in self._files())
         if (missing := self.missing) is not None:
             raise RecordError(missing)
-        return self._iterate(_from_hub(str(self.source), self.config, self.split))
+        assert self.hub is not None, "nothing else is neither here nor missing"
+        return self._iterate(self.hub.rows())
+
+    @property
+    def hub(self) -> HubData | None:
+        """The data set on the hub that it names, where that is no file or folder here."""
+        is_text = isinstance(self.source, str) and not self.source.endswith(SUFFIXES)
+        return HubData.named(self.source, self.config, self.split) if is_text and not self.is_here else None
 
     @property
     def missing(self) -> str | None:
         """What is wrong with a path that is not there and is no id on the hub either; None where all is well."""
         missing = next((path for path in self.named or () if not path.exists()), None)
-        if missing is None or (
-            isinstance(self.source, str) and _HUB_ID.fullmatch(self.source) and not self.source.endswith(SUFFIXES)
-        ):
-            return None
-        return _missing(missing)
+        return None if missing is None or self.hub is not None else _missing(missing)
 
     def nested_types(self) -> dict[str, pa.DataType]:
         """Columns of structs and of lists of them, where the files themselves say what they hold; of files that differ
@@ -267,7 +270,7 @@ def _files(path: Path, split: str | None) -> list[Path]:
     names = sorted(entry.name for entry in path.iterdir())
     if "dataset_dict.json" in names:
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-        return _files(path / _one_split(str(path), splits, split), None)
+        return _files(path / one_split(str(path), splits, split), None)
     if "state.json" in names:
         state = json.loads((path / "state.json").read_text())
         return [path / entry["filename"] for entry in state["_data_files"]]
@@ -283,17 +286,6 @@ def _files(path: Path, split: str | None) -> list[Path]:
             f"give a folder with files ending in {', '.join(SUFFIXES)}, or one that save_to_disk wrote"
         )
     return files
-
-
-def _one_split(source: str, splits: Sequence[str], split: str | None) -> str:
-    if split is None and len(splits) == 1:
-        return splits[0]
-    if split is None or split not in splits:
-        raise RecordError(
-            f"data set '{source}' has the splits {list(splits)}, and split={split!r} names none of them; "
-            f"choose one with Prompts(..., split={splits[0]!r})"
-        )
-    return split
 
 
 def _file_rows(path: Path, columns: tuple[str, ...] | None) -> _Rows:
@@ -417,26 +409,6 @@ def _file_count(path: Path) -> int | None:
         return None
     with path.open("rb") as lines:
         return sum(1 for line in lines if line.strip())
-
-
-def _from_hub(source: str, config: str | None, split: str | None) -> Iterable[Any]:
-    try:
-        import datasets  # type: ignore[import-not-found,unused-ignore]
-    except ImportError as error:
-        raise RecordError(
-            f"Prompts('{source}') is no file or folder here, and reading it from the hub needs `datasets`, "
-            f'which is not installed; pip install "dataflow-rl[hub]", or give the path of a file'
-        ) from error
-    try:
-        found = datasets.load_dataset(source, config)
-    except Exception as error:
-        raise RecordError(
-            f"Prompts('{source}') is no file or folder here, and the hub did not give it "
-            f"({type(error).__name__}: {error}); check the id, config=..., and the connection"
-        ) from error
-    if isinstance(found, Mapping):
-        return cast(Iterable[Any], found[_one_split(source, list(found), split)])
-    return cast(Iterable[Any], found)
 
 
 def _missing(path: Path) -> str:
