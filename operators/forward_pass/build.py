@@ -21,4 +21,4 @@ def build(declaration: ForwardKnobs, context: Context) -> ForwardRuntime:
         reading, merged, context = led(declaration, context)
         return ForwardRuntime(declaration, context, reading, merged)
     module, merged = load_merged(declaration.model, device=context.device)
-    return ForwardRuntime(declaration, context, reading_of(declaration, context.node, module), merged)
+    return ForwardRuntime(declaration, context, reading_of(declaration, context.node, module, is_alone=True), merged)

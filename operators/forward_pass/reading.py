@@ -14,13 +14,15 @@ from operators.forward_pass.query import Reading
 from operators.models.borders import longest
 from operators.models.errors import ModelError
 from operators.models.loading import load_tokenizer
+from operators.training.cpu.direct_gradients import DirectGradients
+from operators.training.cpu.products import multiplies_bfloat16
 from operators.training.learner.critic import Critic
 from operators.training.learner.learner import Forward
 from operators.training.learner.policy import Policy
 
 
-def reading_of(declaration: ForwardKnobs, node: str, module: Any) -> Reading:
-    """How a declared operator asks a module that is loaded already."""
+def reading_of(declaration: ForwardKnobs, node: str, module: Any, *, is_alone: bool = False) -> Reading:
+    """How a declared operator asks a module that is loaded already; is_alone: and is not shared out."""
     config = module.config.get_text_config()
     most = longest(declaration.model, config)
     if isinstance(declaration, RewardKnobs):
@@ -29,16 +31,16 @@ def reading_of(declaration: ForwardKnobs, node: str, module: Any) -> Reading:
         judge, policy = declaration.model, declaration.policy or declaration.model
         tokenizer = load_tokenizer(judge)
         return OwnText(
-            declaration, forward_of(declaration, module), node=node, tokenizer=tokenizer,
+            declaration, forward_of(declaration, module, is_alone), node=node, tokenizer=tokenizer,
             policy_tokenizer=tokenizer if policy == judge else load_tokenizer(policy), context_tokens=most,
         )  # fmt: skip
     return OwnTokens(
-        forward_of(declaration, module), node=node, model=declaration.model.name,
+        forward_of(declaration, module, is_alone), node=node, model=declaration.model.name,
         tokenizer=_tokenizer(declaration.model), context_tokens=most,
     )  # fmt: skip
 
 
-def forward_of(declaration: ForwardKnobs, module: Any) -> Forward:
+def forward_of(declaration: ForwardKnobs, module: Any, is_alone: bool) -> Forward:
     """The module as a trainer of the same model would see it: where weights agree, so do the numbers.
 
     A trainer keeps float32 weights and multiplies in the model's type under autocast, so that what the layers add up
@@ -50,8 +52,13 @@ def forward_of(declaration: ForwardKnobs, module: Any) -> Forward:
         compute = getattr(torch, declaration.model.dtype)
         module.get_input_embeddings().register_forward_hook(lambda layer, given, made: made.float())
     if isinstance(declaration, LogprobsKnobs):
-        return Policy(module, temperature=declaration.temperature, compute=compute)
-    return Critic(module, compute=compute)
+        forward: Policy | Critic = Policy(module, temperature=declaration.temperature, compute=compute)
+    else:
+        forward = Critic(module, compute=compute)
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    if is_alone and on_cpu and compute == torch.bfloat16 and multiplies_bfloat16():
+        forward.direct = DirectGradients(module, is_rounded=True)
+    return forward
 
 
 def _tokenizer(model: Model) -> Any | None:

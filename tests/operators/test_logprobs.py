@@ -32,8 +32,8 @@ from operators import Logprobs, Trainer, Values
 from operators.forward_pass.own_tokens import disagreement
 from operators.models.loading import load_model
 from operators.training.learner import policy as policy_module
+from operators.training.learner.build import make_learner
 from operators.training.learner.packing import pack
-from operators.training.learner.policy import Policy
 from operators.training.learner.rows import step_rows
 
 TEXTS = ("b2=c", "b2", "19 abc", "b2=c")
@@ -143,8 +143,7 @@ def test_with_equal_weights_they_are_the_trainers_bit_for_bit(
     model = Model(str(saved(module, tmp_path)), dtype=dtype)
     table = forwarding(Logprobs(model, name="proximal_logprobs")).run(*groups)
     rows = step_rows(groups, ("logprobs",))
-    compute = None if dtype == "float32" else torch.bfloat16
-    trained = Policy(load_model(model, dtype="float32"), compute=compute)
+    trained = make_learner(Trainer(model), model, node="trainer", device="cpu").forward
     new = trained.computed(pack(rows.tokens.ids, rows.tokens.mask, rows.offsets), None, ())["new_logprobs"]
     found = flat(lists_of(table, "proximal_logprobs"))
     assert np.array_equal(found[rows.chosen_S], new.detach().numpy().astype(np.float64))

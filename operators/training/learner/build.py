@@ -10,6 +10,8 @@ import torch
 from dataflow.errors import Unusable
 from dataflow.model import Model
 from operators.models.loading import load_adapted, load_model
+from operators.training.cpu.direct_gradients import DirectGradients
+from operators.training.cpu.products import multiplies_bfloat16
 from operators.training.knobs import TrainerKnobs
 from operators.training.learner.critic import Critic
 from operators.training.learner.learner import Forward, Learner
@@ -31,16 +33,23 @@ def check_gradients(node: str) -> None:
 
 
 def make_learner(
-    trainer: TrainerKnobs, model: Model, *, node: str, device: str, seed: int = 0, aside: Path | None = None
-) -> Learner:
+    trainer: TrainerKnobs, model: Model, *, node: str, device: str, seed: int = 0, aside: Path | None = None,
+    is_alone: bool = True,
+) -> Learner:  # fmt: skip
     """Load `model` with float32 weights and put a learner around it; of one with adapters, they alone are float32.
 
-    model: the trainer's own, or that of a checkpoint. seed: the run's. aside: as of `learner_of`."""
+    model: the trainer's own, or that of a checkpoint. seed: the run's. aside: as of `learner_of`. is_alone: the model
+    is not going to be shared out."""
     if model.lora is not None:
         module = load_adapted(model, device=device)
     else:
         module = load_model(model, device=device, dtype="float32")
-    return learner_of(trainer, forward_of(trainer, module), node=node, seed=seed, aside=aside)
+    forward = forward_of(trainer, module)
+    learner = learner_of(trainer, forward, node=node, seed=seed, aside=aside)
+    if is_alone and torch.device(device).type == "cpu" and not trainer.compile:
+        is_rounded = forward.compute == torch.bfloat16 and multiplies_bfloat16()
+        learner.direct = forward.direct = DirectGradients(module, is_rounded=is_rounded)
+    return learner
 
 
 def learner_of(
@@ -70,7 +79,7 @@ def learner_of(
     return learner
 
 
-def forward_of(trainer: TrainerKnobs, module: Any) -> Forward:
+def forward_of(trainer: TrainerKnobs, module: Any) -> Policy | Critic:
     """The module as the learner sees it, by its head."""
     compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
     if trainer.model.head == "value":

@@ -12,9 +12,10 @@ from torch import Tensor
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.models.borders import settle_rope
 from operators.models.errors import ModelError
+from operators.training.cpu.direct_gradients import DirectGradients
 from operators.training.learner.packed_attention import ATTENTION
 from operators.training.learner.packed_inputs import computing, on_device, packed_inputs
-from operators.training.learner.packed_probe import switch_to_packed
+from operators.training.learner.packed_probe import probed_in, switch_to_packed
 from operators.training.learner.packing import Array, TokenTree
 
 HEADS = ("score", "classifier")
@@ -38,15 +39,17 @@ class Critic:
         settle_rope(module, type(module).__name__, None)
         self.module = module
         self._device = next(module.parameters()).device
-        self._compute = compute
+        self.compute = probed_in(module, compute)
         self._numbers: list[Tensor] = []
+        self.direct: DirectGradients | None = None
         self._watch()
         if module.config._attn_implementation != ATTENTION:
             with torch.no_grad():
                 self._check_causal()
         self.packs = False
         if packed is None or packed:
-            self.packs = switch_to_packed(module, self._values, compute, must=bool(packed))
+            self.packs = switch_to_packed(module, self._values, self.compute, must=bool(packed))
+        self.compute = compute
 
     def at(self, temperature: float) -> None:
         """Values have none."""
@@ -70,7 +73,7 @@ class Critic:
 
     def _call(self, **inputs: Any) -> Tensor:
         """The last layer's numbers at all positions, end to end."""
-        with computing(self._compute, self._device):
+        with computing(self.compute, self._device):
             self.module(**inputs)
         return self._numbers.pop().flatten()
 

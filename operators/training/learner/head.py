@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from operators.training.cpu.direct_gradients import DirectGradients
+from operators.training.cpu.products import multiplies_bfloat16, rounded_product
 from operators.training.learner.logprobs import Wanted, composed
 
 CPU_SLICE, GPU_SLICE = 2**20, 2**25
@@ -47,9 +49,12 @@ class Shape:
 
 
 def logprobs_of_hidden(
-    hidden_U_D: Tensor, weight_V_D: Tensor, bias_V: Tensor | None, wanted: Wanted, shape: Shape, *, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+    hidden_U_D: Tensor, weight_V_D: Tensor, bias_V: Tensor | None, wanted: Wanted, shape: Shape, *, entropy: bool,
+    direct: DirectGradients | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Log-probabilities [T] and, where asked for, entropies [T] in nats, differentiable in the first three.
+
+    direct: writes the weight's gradient where it is kept, if it knows the weight.
 
     Products are computed in autocast's type where it is on, else in the weight's, and summed up in float32 (float64 for
     float64), which is the result's type too. shape: its scale holds the temperature.
@@ -60,7 +65,7 @@ def logprobs_of_hidden(
     if torch.is_autocast_enabled(device) and compute != torch.float64:
         compute = torch.get_autocast_dtype(device)
     sums = _Slices.apply(  # type: ignore[no-untyped-call]
-        hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, shape, compute, entropy, torch.is_grad_enabled()
+        hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, shape, compute, entropy, torch.is_grad_enabled(), direct
     )
     return composed(wanted, *sums)
 
@@ -80,6 +85,7 @@ class _Slices(torch.autograd.Function):
         compute: torch.dtype,
         entropy: bool,
         keep: bool,
+        direct: DirectGradients | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One pass: a running maximum, and of exponentials below it their sum, and their sum times their exponents."""
         walk = _Walk(hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, shape, compute)
@@ -109,6 +115,7 @@ class _Slices(torch.autograd.Function):
         entropy_U = (sum_U.log() - dot_U / sum_U).squeeze(1) if entropy else None
         ctx.save_for_backward(hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, normalizer_U, entropy_U)
         ctx.shape, ctx.compute = shape, compute
+        ctx.direct = (direct, weight_V_D) if direct is not None and weight_V_D in direct else None
         ctx.set_materialize_grads(False)
         return normalizer_U, picked_P, entropy_U
 
@@ -123,7 +130,11 @@ class _Slices(torch.autograd.Function):
         walk = _Walk(hidden_U_D, weight_V_D, bias_V, rows_P, ids_P, ctx.shape, ctx.compute)
         by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
         grad_U_D = walk.hidden_U_D.new_zeros(hidden_U_D.shape, dtype=walk.wide) if by_hidden else None
-        grad_V_D = torch.empty_like(weight_V_D) if by_weight else None
+        grad_V_D, is_added = None, False
+        if by_weight and ctx.direct is not None:
+            grad_V_D, is_added = ctx.direct[0].place(ctx.direct[1])
+        elif by_weight:
+            grad_V_D = torch.empty_like(weight_V_D)
         grad_V = torch.empty_like(bias_V) if bias_V is not None and by_bias else None
         scale = ctx.shape.scale
         by_normalizer_U = torch.zeros_like(normalizer_U) if by_normalizer_U is None else by_normalizer_U * scale
@@ -148,15 +159,15 @@ class _Slices(torch.autograd.Function):
                 grad_U_C.index_put_((rows_P[picks], ids_P[picks] - start), by_picked_P[picks], accumulate=True)
             if slope_U_C is not None:
                 grad_U_C.mul_(slope_U_C)
-            narrow_U_C = grad_U_C.to(ctx.compute)
+            narrow_U_C = grad_U_C.to(walk.kept_as)
             if grad_V_D is not None:
-                _product(narrow_U_C.t(), walk.hidden_U_D, out=grad_V_D[start:end])
+                walk.product(narrow_U_C.t(), walk.hidden_U_D, out=grad_V_D[start:end], added=is_added)
             if grad_V is not None:
                 grad_V[start:end] = grad_U_C.sum(0)
             if grad_U_D is not None:
-                _add_product(grad_U_D, narrow_U_C, weight_C_D)
+                walk.product(narrow_U_C, weight_C_D, out=grad_U_D, added=True)
         grad_hidden = None if grad_U_D is None else grad_U_D.to(hidden_U_D.dtype)
-        return grad_hidden, grad_V_D, grad_V, None, None, None, None, None, None
+        return grad_hidden, None if ctx.direct else grad_V_D, grad_V, None, None, None, None, None, None, None
 
 
 class _Walk:
@@ -173,7 +184,10 @@ class _Walk:
         compute: torch.dtype,
     ) -> None:
         """Raises IndexError for an id that is not in the vocabulary."""
-        self.hidden_U_D = hidden_U_D.to(compute)
+        self._is_rounded = compute == torch.bfloat16 and hidden_U_D.device.type == "cpu" and multiplies_bfloat16()
+        self.kept_as = torch.float32 if self._is_rounded else compute
+        """Type of factors; where products round them, they come as they are."""
+        self.hidden_U_D = hidden_U_D.to(self.kept_as)
         self.wide = torch.float64 if compute == torch.float64 else torch.float32
         self._weight_V_D, self._bias_V, self._shape = weight_V_D, bias_V, shape
         rows, ids = len(hidden_U_D), len(weight_V_D)
@@ -216,7 +230,7 @@ class _Walk:
         """Logits [U, C], in a room that the next call overwrites unless one is given, and their `weight`."""
         weight_C_D = self.weight(start, end)
         logits_U_C = self.view(self._logits if room is None else room, start, end)
-        _product(self.hidden_U_D, weight_C_D.t(), out=logits_U_C)
+        self.product(self.hidden_U_D, weight_C_D.t(), out=logits_U_C)
         if self._bias_V is not None:
             logits_U_C += self._bias_V[start:end]
         if self._shape.cap is not None:
@@ -224,6 +238,10 @@ class _Walk:
         if self._shape.scale != 1.0:
             logits_U_C *= self._shape.scale
         return logits_U_C, weight_C_D
+
+    def product(self, left: Tensor, right: Tensor, *, out: Tensor, added: bool = False) -> None:
+        """out = left @ right, or added to it."""
+        _product(left, right, out=out, is_rounded=self._is_rounded, added=added)
 
     def slope(self, logits_U_C: Tensor) -> Tensor | None:
         """Derivative of the capped logits; None where there is no cap."""
@@ -238,21 +256,22 @@ def slice_width(rows: int, gpu: bool) -> int:
     return max(LEAST_IDS, fitting // 128 * 128)
 
 
-def _product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
-    """left @ right, in a type that may be wider than theirs."""
-    if left.dtype == out.dtype:
+def _product(left: Tensor, right: Tensor, *, out: Tensor, is_rounded: bool, added: bool = False) -> None:
+    """out = left @ right, or added to it, in a type that may be wider than theirs."""
+    if is_rounded and out.dtype == torch.float32:
+        rounded_product(left, right, out=out, added=added)
+    elif added and left.dtype == out.dtype:
+        out.addmm_(left, right)
+    elif added or is_rounded:
+        found = torch.empty_like(out, dtype=torch.float32)
+        _product(left, right, out=found, is_rounded=is_rounded)
+        if added:
+            out += found
+        else:
+            out.copy_(found)
+    elif left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     elif left.is_cuda and torch.version.hip is None:
         torch.mm(left, right, out_dtype=out.dtype, out=out)
     else:
         out.copy_(torch.mm(left, right))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        found = torch.empty_like(total)
-        _product(left, right, out=found)
-        total += found

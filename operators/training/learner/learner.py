@@ -19,6 +19,7 @@ from dataflow.staleness import NO_TOKEN
 from dataflow.tokens.ragged import gather
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.weight_ends import WeightsOut
+from operators.training.cpu.direct_gradients import DirectGradients
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
 from operators.training.learner.memory import OffloadedLearner
@@ -28,6 +29,9 @@ from operators.training.learner.refreshed import Refreshed, settle
 from operators.training.learner.rows import StepRows, by_temperature, whitened
 from operators.training.learner.together import Alone, Together
 from operators.training.learner.zero_advantage import vanishes_without_advantage
+
+NEARLY = 0.999
+"""Of the largest norm of a gradient: below, none is scaled down, whatever its norm was rounded to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,8 @@ class Learner:
     """What it keeps for readers that get every n-th version."""
     before_change: Callable[[], None] | None = None
     """Waits for those who read the weights and the optimiser's state, a checkpoint; see `unread`."""
+    direct: DirectGradients | None = None
+    """Of a model in main memory that is here alone: what writes its gradients where they are kept."""
     keep_new_logprobs: bool = False
     """Whether `new_logprobs` has the log-probabilities that a policy computes."""
     _rows: StepRows | None = None
@@ -228,6 +234,8 @@ class Learner:
         """Clip, update the weights and report; the weights stay as they were when anything was not finite."""
         assert self._diagnostics is not None
         self._gather_new()
+        if self.direct is not None:
+            self.direct.end()
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -245,7 +253,8 @@ class Learner:
         ).tolist()
         culprit, settle_s, settled = None, 0.0, True
         if math.isfinite(loss) and math.isfinite(grad_norm):
-            self.together.clip(gradients, self.max_grad_norm, norm)
+            if grad_norm > NEARLY * self.max_grad_norm:
+                self.together.clip(gradients, self.max_grad_norm, norm)
             self.unread()
             began = time.monotonic()
             changing = [0, *(n for n, each in enumerate(self.refreshed, 1) if each.offers_weights)]
@@ -285,8 +294,10 @@ class Learner:
                 weight.grad = None
             elif weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-            else:
+            elif self.direct is None or weight not in self.direct:
                 weight.grad.zero_()
+        if self.direct is not None:
+            self.direct.begin()
 
     def _idle(self) -> None:
         packed = pack(np.zeros(2, np.int64), np.ones(2, bool), np.array([0, 2]))

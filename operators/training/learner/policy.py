@@ -11,10 +11,11 @@ from torch import Tensor
 
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.models.borders import settle_rope
+from operators.training.cpu.direct_gradients import DirectGradients
 from operators.training.learner.head_module import HeadModule
 from operators.training.learner.logprobs import Wanted, logprobs_of_logits
 from operators.training.learner.packed_inputs import computing, on_device, packed_inputs
-from operators.training.learner.packed_probe import switch_to_packed
+from operators.training.learner.packed_probe import probed_in, switch_to_packed
 from operators.training.learner.packing import Array, TokenTree
 from operators.training.learner.sliced_head import logprobs_of_head, proved_head
 
@@ -43,13 +44,15 @@ class Policy:
         self.module = module
         self.temperature = self._declared = temperature
         self._device = next(module.parameters()).device
-        self._compute = compute
+        self.compute = probed_in(module, compute)
         self._vocabulary = int(module.config.get_text_config().vocab_size)
         self._head: HeadModule | None = None
+        self.direct: DirectGradients | None = None
         self.packs = False
         if packed is None or packed:
-            self.packs = switch_to_packed(module, self._probed, compute, must=bool(packed))
+            self.packs = switch_to_packed(module, self._probed, self.compute, must=bool(packed))
         self._head = proved_head(self)
+        self.compute = compute
 
     def at(self, temperature: float) -> None:
         """As `Forward` has it."""
@@ -75,7 +78,8 @@ class Policy:
         it used. A repetition penalty changes the logits themselves and is not undone: with one, the
         log-probabilities of trainer and generator differ, and the loss's importance ratio has to make up for it.
         """
-        if self._head is not None and len(packed.heads_U) * self._vocabulary > MOST_LOGITS:
+        is_rounded = self.direct is not None and self.direct.is_rounded  # but the last layer is not
+        if self._head is not None and (is_rounded or len(packed.heads_U) * self._vocabulary > MOST_LOGITS):
             return logprobs_of_head(self._head, self, packed, left_T, entropy=entropy)
         wanted = self.wanted(packed.head_T, packed.targets_T, left_T)
         return logprobs_of_logits(self.logits(packed), wanted, self.temperature, entropy=entropy)
@@ -97,7 +101,7 @@ class Policy:
 
     def computing(self) -> Any:
         """The context of its matrix products."""
-        return computing(self._compute, self._device)
+        return computing(self.compute, self._device)
 
     def logits(self, packed: TokenTree) -> Tensor:
         """Logits [U, V] at the nodes that trained tokens are predicted from."""

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from dataflow.tokens.sampling_mask import SamplingMask
+from operators.training.cpu.direct_gradients import DirectGradients
 from operators.training.learner.head import Shape, logprobs_of_hidden
 from operators.training.learner.head_module import HeadModule
 from operators.training.learner.logprobs import Wanted, logprobs_of_logits
 from operators.training.learner.packed_probe import PROBE_TOLERANCE, probe
 from operators.training.learner.packing import Array, TokenTree
 
-ROUNDED_TOLERANCE = 0.1
-"""PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not."""
+ROUNDED_TOLERANCE, ROUNDED_SHARE = 0.1, 2.0**-7
+"""PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not: at least, and of the largest."""
 
 
 class PackedModel(Protocol):
@@ -27,6 +28,7 @@ class PackedModel(Protocol):
     module: Any
     temperature: float
     packs: bool
+    direct: DirectGradients | None
 
     def computing(self) -> Any:
         """The context of its matrix products."""
@@ -60,7 +62,9 @@ def proved_head(model: PackedModel) -> HeadModule | None:
         wanted = model.wanted(few.head_T, few.targets_T, None)
         from_logits, _ = logprobs_of_logits(logits, wanted, model.temperature, entropy=False)
         found, _ = logprobs_of_head(head, model, few, None, entropy=False)
-    tolerance = PROBE_TOLERANCE if logits.dtype in (torch.float32, torch.float64) else ROUNDED_TOLERANCE
+    tolerance = PROBE_TOLERANCE
+    if logits.dtype not in (torch.float32, torch.float64):
+        tolerance = max(ROUNDED_TOLERANCE, ROUNDED_SHARE * float(logits.abs().max()))
     return head if bool(((found - from_logits).abs() <= tolerance).all()) else None
 
 
@@ -73,7 +77,7 @@ def logprobs_of_head(
     def found_by(rows_U: Tensor | None, wanted: Wanted, run: Callable[[], Any]) -> Tensor:
         def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             hidden_U_D = hidden if rows_U is None else hidden[rows_U]
-            found = logprobs_of_hidden(hidden_U_D, weight, bias, wanted, shape, entropy=entropy)
+            found = logprobs_of_hidden(hidden_U_D, weight, bias, wanted, shape, entropy=entropy, direct=model.direct)
             return torch.stack([values for values in found if values is not None], -1)
 
         return head.call(compute, run)

@@ -54,7 +54,9 @@ def follower(trainer: TrainerKnobs, context: Context, told: Mapping[str, Any]) -
 
 def _making(trainer: TrainerKnobs, model: Model, context: Context) -> Making:
     def make() -> Learner:
-        return make_learner(trainer, model, node=context.node, device="cpu", seed=context.seed, aside=context.aside)
+        return make_learner(
+            trainer, model, node=context.node, device="cpu", seed=context.seed, aside=context.aside, is_alone=False
+        )
 
     heads = key_value_heads(load_configs(model)[0]) if trainer.tensor_parallel > 1 else 0
     return Making(
