@@ -192,7 +192,8 @@ def forwarding(
         }  # fmt: skip
     context = Context(node=declaration.name, columns={LANE: COLUMNS}, clock=clock, **facts)
     loaded = load_model(declaration.model).requires_grad_(False) if module is None else module
-    return Forwarding(ForwardRuntime(declaration, context, reading_of(declaration, declaration.name, loaded)), clock)
+    reading = reading_of(declaration, declaration.name, loaded, is_alone=True)
+    return Forwarding(ForwardRuntime(declaration, context, reading), clock)
 
 
 def lists_of(table: pa.Table, name: str) -> list[Any]:

@@ -34,11 +34,10 @@ class DirectGradients:
             is_trained = layer.weight.requires_grad and layer.weight.dtype == torch.float32
             if is_trained:
                 self._weights[layer.weight] = None
-            if type(layer) is nn.Embedding:
-                if is_trained:
-                    layer.forward = _Embedded(layer, self)
-            elif layer is not output and (is_trained or is_rounded):
-                layer.forward = _Multiplied(layer, self)
+            if type(layer) is nn.Embedding and is_trained:
+                vars(layer)["forward"] = _Embedded(layer, self)
+            elif type(layer) is nn.Linear and layer is not output and (is_trained or is_rounded):
+                vars(layer)["forward"] = _Multiplied(layer, self)
         for weight in self._weights:
             weight.register_hook(self._settling(weight))  # type: ignore[no-untyped-call]
 

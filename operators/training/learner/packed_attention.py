@@ -37,7 +37,7 @@ def packed_attention(
     for unknown in ("softcap", "s_aux", "position_bias"):
         if rest.get(unknown) is not None:
             raise ValueError(f"packed attention does not compute '{unknown}'")
-    query_N_H_D, key_N_H_D, value_N_H_D = (x[0].transpose(0, 1) for x in (query, key, value))
+    query_N_H_D, key_N_H_D, value_N_H_D = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     outputs = []
     with torch.autocast("cpu", enabled=False):  # whose backward pass in 16 bits is seven times as slow
         for block in packed_rows.blocks:

@@ -72,11 +72,11 @@ def switch_to_packed(
 
 
 def probed_in(module: Any, compute: torch.dtype | None) -> torch.dtype | None:
-    """Type of the matrix products in which the self-test tells most: that of the weights on a CPU, where they are not
-    gathered in another one."""
-    return (
-        compute if any(each.device.type != "cpu" or hasattr(each, "to_local") for each in module.parameters()) else None
-    )
+    """Type of the matrix products in which the self-test tells most: on a CPU that of float32 weights, where these are
+    not gathered in another one."""
+    weights = list(module.parameters())
+    is_plain = all(each.device.type == "cpu" and each.dtype == torch.float32 for each in weights)
+    return None if is_plain and not any(hasattr(each, "to_local") for each in weights) else compute
 
 
 def probe(module: Any) -> TokenTree:

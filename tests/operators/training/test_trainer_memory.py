@@ -13,6 +13,7 @@ from dataflow.model import LoRA, Model
 from operators.losses import aipo
 from operators.models.errors import ModelError
 from operators.trainer import Trainer
+from operators.training.cpu.products import multiplies_bfloat16
 from operators.training.learner.build import make_learner
 from operators.training.learner.memory import OffloadedLearner, compile_layers, prepare, recompute_activations
 from operators.training.learner.optimizer import state_tensors
@@ -211,6 +212,7 @@ def test_weights_and_moments_are_float32_where_the_model_computes_in_bfloat16(tm
     layer = learner.forward.module.model.layers[0].mlp.down_proj
     layer.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
     steps(learner, None, 2)
-    assert set(seen) == {torch.bfloat16}
+    assert set(seen) == {torch.float32 if multiplies_bfloat16() else torch.bfloat16}
+    assert learner.direct is not None and learner.direct.is_rounded == multiplies_bfloat16()
     kept = [*learner.forward.module.parameters(), *state_tensors(learner.optimizer, learner.parameters).values()]
     assert {tensor.dtype for tensor in kept} == {torch.float32}

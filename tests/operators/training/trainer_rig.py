@@ -17,7 +17,6 @@ from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, schema
 from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.trainer import Trainer
-from operators.training.cpu.direct_gradients import DirectGradients
 from operators.training.learner.build import learner_of
 from operators.training.learner.learner import Learner
 from operators.training.learner.policy import Policy
@@ -105,10 +104,7 @@ def tiny_trainer(**knobs: Any) -> Trainer:
 def tiny_learner(trainer: Trainer, module: Any = None, *, packed: bool | None = None) -> Learner:
     """The learner that the trainer would build, around a tiny policy."""
     module = module if module is not None else tiny_llama()
-    forward = Policy(module, temperature=trainer.temperature, packed=packed)
-    learner = learner_of(trainer, forward, node="trainer")
-    learner.direct = forward.direct = DirectGradients(module, is_rounded=False)
-    return learner
+    return learner_of(trainer, Policy(module, temperature=trainer.temperature, packed=packed), node="trainer")
 
 
 def gradient(learner: Learner, rows: StepRows) -> tuple[float, torch.Tensor, float]:
