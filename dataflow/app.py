@@ -20,7 +20,7 @@ from dataflow.flags.help_page import page, takes
 from dataflow.flags.run_flags import RUN_FLAGS
 from dataflow.flags.words import FlagError, Words, split
 from dataflow.folder.run_folder import RunFolder
-from dataflow.foresight.command import AUTO, foreseen_of_run, told
+from dataflow.foresight.command import AUTO, explained, foreseen_of_run, is_devices, told
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.graph import Graph
 from dataflow.history.launch import Launch, check_flags, check_text, plain_flag, recorded_launch, this_launch
@@ -30,6 +30,7 @@ from dataflow.launchers.named import known_hosts, launcher_named
 from dataflow.limits import Limits
 from dataflow.model_files import PROMISED
 from dataflow.planning.hosts import Devices
+from dataflow.planning.this_machine import this_machine
 from dataflow.run import check_start, inline, make_plan, run
 from dataflow.system.interrupts import interrupted, status_of
 from dataflow.trackers.chosen import Wished
@@ -165,6 +166,12 @@ def _act(
         "listen": flags["listen"], "message_bytes": flags["message_bytes"], "link_gbps": flags["link_gbps"],
         "place": _hosts(flags["place"]),
     }  # fmt: skip
+    if flags["explain"] and launcher is None and (elsewhere := _elsewhere(flags["foresee"], how["gpus"])) is not None:
+        plain = {
+            name: how[name] for name in ("replicas", "ranks", "steps", "scale", "weights", "message_bytes", "place")
+        }
+        print(explained(graph, elsewhere, gpus=None if is_devices(how["gpus"]) else how["gpus"], **plain))
+        return
     if flags["foresee"]:
         print(told(
             graph, flags["foresee"], gpus=how["gpus"], replicas=how["replicas"], ranks=how["ranks"],
@@ -172,6 +179,11 @@ def _act(
             prices=flags["prices"], draw=flags["draw"], place=how["place"],
         ))  # fmt: skip
         return
+    if is_devices(how["gpus"]):
+        raise GraphError(
+            f"--gpus {how['gpus']} names devices, but a run has those that are here; write generator=6,trainer=2, say, "
+            f"or ask what fits with --foresee {how['gpus']}"
+        )
     if how["gpus"] in AUTO or flags["prices"]:
         found = f"--prices {flags['prices']}" if flags["prices"] else f"--gpus {how['gpus']}"
         raise GraphError(
@@ -207,6 +219,15 @@ def _act(
     )  # fmt: skip
 
 
+def _elsewhere(foresee: str, gpus: Any) -> str | None:
+    """Devices that a plan is explained on, though they are not here; empty: as many as it wants, of no kind. None: it
+    is explained on what is here."""
+    if named := next((each for each in (foresee, gpus) if is_devices(each)), None):
+        return str(named)
+    asked = sum(each for each in gpus.values() if isinstance(each, int)) if isinstance(gpus, dict) else 0
+    return "" if asked > this_machine().gpus else None
+
+
 def _trackers(names: tuple[str, ...], port: int | None) -> list[Wished] | None:
     """None: none were named."""
     return [*names, *([PrometheusTracker(port=port)] if port is not None else [])] or None
@@ -239,7 +260,7 @@ def _schedule(text: str) -> dict[int, dict[str, int]]:
 
 def _devices(text: str) -> dict[str, int | str] | str:
     """`generator=6,trainer=generator` as a mapping; `shared`, `auto` and `auto:cost` as they are."""
-    return text.strip() if text.strip() in ("shared", *AUTO) else _assignments("gpus", text)
+    return text.strip() if text.strip() in ("shared", *AUTO) or is_devices(text) else _assignments("gpus", text)
 
 
 def _counts(flag: str, text: str) -> dict[str, int]:

@@ -153,10 +153,19 @@ class Graph(Structure):
 
     def swap(self, name: str, operator: Operator) -> "Graph":
         """A new graph with the operator called `name` replaced by another, checked anew; this one stays as it is."""
-        old, new = self._known(name, "swap"), operator.renamed(name)
-        if old.kind != new.kind:
-            raise GraphError(f"'{name}' is a {old.kind} and {_describe(operator)} is a {new.kind}; swap like for like")
-        return self._anew(instead={name: new})
+        return self.swap_all({name: operator})
+
+    def swap_all(self, operators: Mapping[str, Operator]) -> "Graph":
+        """As `swap`, of several at once: those that share a model change it together."""
+        instead = {}
+        for name, operator in operators.items():
+            old, new = self._known(name, "swap"), operator.renamed(name)
+            if old.kind != new.kind:
+                raise GraphError(
+                    f"'{name}' is a {old.kind} and {_describe(operator)} is a {new.kind}; swap like for like"
+                )
+            instead[name] = new
+        return self._anew(instead=instead)
 
     def set_knobs(self, wishes: Mapping[str, Any]) -> "Graph":
         """A new graph with other values of knobs, by NODE.KNOB, checked anew; this one stays as it is.

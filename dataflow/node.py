@@ -69,6 +69,10 @@ class Traits:
     """Tokens of one pass of a trainer; 0: not known."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes anew what the layers made."""
+    compiled: bool = False
+    """Whether a trainer's layers are compiled."""
+    offloads: bool = False
+    """Whether a trainer's moments are in main memory until the update."""
     every_steps: int | None = None
     """Steps between two rounds of an evaluation; None: it evaluates nothing."""
     port: int = 0

@@ -46,8 +46,9 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.inputs import PlanInputs
 from dataflow.planning.model_size import measure_models
 from dataflow.planning.pins import Place
-from dataflow.planning.plan import Plan, plan
+from dataflow.planning.plan import Plan
 from dataflow.planning.this_machine import this_machine as this_machine
+from dataflow.planning.ways_out import plan_or_advise
 from dataflow.runs.notebook import html_of
 from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import RunSpec, Times, execute, take
@@ -143,7 +144,7 @@ def make_plan(
     devices = devices or this_machine()
     if link_gbps is not None:
         devices = dataclasses.replace(devices, link_bytes_per_s=link_gbps * 1e9 / 8)
-    made = plan(
+    made = plan_or_advise(
         graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps,
         sizes=measure_models(graph), scale=scale, weights=weights, message_bytes=message_bytes,
         place=place, one_process=one_process,

@@ -28,6 +28,7 @@ TRANSPORT_USERS = {
     "dataflow/worker/ports.py", "dataflow/worker/weight_ports.py", "dataflow/system/native.py",
     "dataflow/system/security.py", "dataflow/system/messages.py",
     "dataflow/worker/kept_counts.py",  # what the data plane counts, and keeps nowhere
+    "dataflow/planning/model_size.py",  # tensors of a model whose config alone is there
     "dataflow/foresight/counts.py",  # dimensions of a model, which the costs of the weight plane have
     "dataflow/foresight/simulation/simulate.py",  # the data plane's rules of credit, which open nothing
 }  # fmt: skip

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from dataflow.errors import GraphError
 
 GB, GB_PER_S, TERA = 10**9, 1e9, 1e12
-_COMMON = ("NVIDIA", "AMD", "Instinct", "SXM", "SXM4", "SXM5", "OAM", "HBM3", "HBM3e")
+_COMMON = ("NVIDIA", "AMD", "Instinct", "GeForce", "RTX", "SXM", "SXM4", "SXM5", "OAM", "HBM3", "HBM3e")
 """Of names, what tells no kinds apart that are known here."""
+_SHARED_LINK = 12.5 / 8
+"""GB/s of each of eight devices whose node has one link of 100 Gb/s to others."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +34,8 @@ class DeviceKind:
     """To the other devices of its node, each way."""
     between_bytes_per_s: float = 50 * GB_PER_S
     """To other nodes, each way: a link of 400 Gb/s for each device, where the data sheet of a node says no other."""
+    host_bytes_per_s: float = 64 * GB_PER_S
+    """To main memory, each way: PCIe 5.0 x16, where the data sheet says no other."""
     per_node: int = 8
     source: str = field(repr=False)
 
@@ -54,18 +58,66 @@ def _gpu(
     rates |= {"fp4": others["fp4"] * TERA} if "fp4" in others else {}
     return DeviceKind(
         name=name, memory_bytes=memory * GB, memory_bytes_per_s=bandwidth * TERA, operations_per_s=rates,
-        within_bytes_per_s=within * GB_PER_S, between_bytes_per_s=others.get("between", 50) * GB_PER_S, source=source,
+        within_bytes_per_s=within * GB_PER_S, between_bytes_per_s=others.get("between", 50) * GB_PER_S,
+        host_bytes_per_s=others.get("host", 64) * GB_PER_S, source=source,
     )  # fmt: skip
 
 
 CATALOGUE = {
     kind.name: kind
     for kind in (
-        _gpu("A100", 80, 2.039, 312, None, 300, "NVIDIA A100 80GB SXM data sheet; HDR InfiniBand", between=25),
+        _gpu(
+            "A100-40", 40, 1.555, 312, None, 300, "NVIDIA A100 40GB SXM data sheet; HDR InfiniBand", between=25, host=32
+        ),
+        _gpu("A100", 80, 2.039, 312, None, 300, "NVIDIA A100 80GB SXM data sheet; HDR InfiniBand", between=25, host=32),
         _gpu("H100", 80, 3.35, 989, 1979, 450, "NVIDIA H100 SXM data sheet"),
         _gpu("H200", 141, 4.8, 989, 1979, 450, "NVIDIA H200 SXM data sheet"),
         _gpu("B200", 180, 8.0, 2250, 4500, 900, "NVIDIA DGX B200 data sheet, an eighth of the system", fp4=9000),
-        _gpu("L40S", 48, 0.864, 362, 733, 32, "NVIDIA L40S data sheet; PCIe 4.0 x16", between=25),
+        _gpu("L40S", 48, 0.864, 362, 733, 32, "NVIDIA L40S data sheet; PCIe 4.0 x16", between=25, host=32),
+        _gpu(
+            "L4",
+            24,
+            0.3,
+            121,
+            242.5,
+            32,
+            "NVIDIA L4 data sheet, half of its rates with sparsity; PCIe 4.0 x16",
+            between=_SHARED_LINK,
+            host=32,
+        ),
+        _gpu(
+            "A10G",
+            24,
+            0.6,
+            70,
+            None,
+            32,
+            "NVIDIA A10G data sheet; PCIe 4.0 x16; eight of them as in g5.48xlarge",
+            between=_SHARED_LINK,
+            host=32,
+        ),
+        _gpu(
+            "RTX4090",
+            24,
+            1.008,
+            165.2,
+            330.3,
+            32,
+            "NVIDIA Ada GPU architecture white paper, sums in float32; PCIe 4.0 x16",
+            between=_SHARED_LINK,
+            host=32,
+        ),
+        _gpu(
+            "RTX3090",
+            24,
+            0.936,
+            71,
+            None,
+            32,
+            "NVIDIA Ampere GA102 GPU architecture white paper, sums in float32; PCIe 4.0 x16",
+            between=_SHARED_LINK,
+            host=32,
+        ),
         _gpu("H20", 96, 4.0, 148, 296, 450, "NVIDIA H20 data sheet as its vendors quote it"),
         _gpu("MI300X", 192, 5.3, 1307, 2615, 448, "AMD Instinct MI300X data sheet"),
         DeviceKind(
@@ -83,30 +135,47 @@ CATALOGUE = {
 
 
 def device_kind(name: str) -> DeviceKind:
-    """The kind of that name. GraphError with the nearest one where there is none."""
-    if name not in CATALOGUE:
-        near = difflib.get_close_matches(name.upper(), CATALOGUE, n=1, cutoff=0.5)
-        do = f"did you mean {near[0]}?" if near else f"take one of {', '.join(CATALOGUE)}"
-        raise GraphError(f"a kind of device that nobody knows; found {name!r}; {do}")
-    return CATALOGUE[name]
+    """The kind of that name, however it is written. GraphError with the nearest one, and all, where there is none.
+
+    >>> device_kind("rtx_4090").name, device_kind("4090").name, device_kind("A100-80GB").name
+    ('RTX4090', 'RTX4090', 'A100')
+    """
+    wanted = _plain(name)
+    for kind in CATALOGUE.values():
+        if wanted in (_plain(kind.name), f"{_plain(kind.name)}{kind.memory_bytes // GB}"):
+            return kind
+    near = difflib.get_close_matches(name.upper(), CATALOGUE, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise GraphError(
+        f"a kind of device that nobody knows; found {name!r}; {hint}those known are {', '.join(sorted(CATALOGUE))}"
+    )
+
+
+def _plain(name: str) -> str:
+    """Letters and digits alone, in capitals, without words that tell no kinds apart and the unit of a memory."""
+    return re.sub(r"NVIDIA|GEFORCE|RTX|SXM\d?|[^A-Z0-9]|GB$", "", name.upper())
 
 
 def kind_named(name: str) -> DeviceKind:
     """The kind of a device by what its maker's driver calls it; of other boards with the same chip (PCIe, NVL, another
     memory) no figures are here. GraphError with the nearest kind for those.
 
-    >>> kind_named("NVIDIA H100 80GB HBM3").name, kind_named("NVIDIA A100-SXM4-80GB").name
-    ('H100', 'A100')
+    >>> [kind_named(f"NVIDIA {each}").name for each in ("H100 80GB HBM3", "A100-SXM4-40GB", "GeForce RTX 4090")]
+    ['H100', 'A100-40', 'RTX4090']
     """
     parts = [part for part in re.split(r"[\s-]+", name) if part and part not in _COMMON]
-    found = [CATALOGUE[part] for part in parts if part in CATALOGUE and part != "cpu"]
-    rest = [part for part in parts if part not in CATALOGUE]
-    if len(found) == 1 and all(part == f"{found[0].memory_bytes // GB}GB" for part in rest):
-        return found[0]
+    known = {_plain(kind): kind for kind in CATALOGUE if kind != "cpu"}
+    rest = [part for part in parts if _plain(part) not in known]
+    found = [CATALOGUE[known[_plain(part)]] for part in parts if _plain(part) in known]
+    if len(found) == 1:
+        boards = [found[0], *(CATALOGUE[kind] for kind in CATALOGUE if kind.startswith(f"{found[0].name}-"))]
+        for board in boards:
+            if all(part == f"{board.memory_bytes // GB}GB" for part in rest):
+                return board
     near = found[0].name if found else next(
         iter(difflib.get_close_matches(max(parts, key=len, default=""), CATALOGUE, n=1, cutoff=0.5)), ""
     )  # fmt: skip
-    do = f"the nearest kind is {near}" if near else f"those known are {', '.join(CATALOGUE)}"
+    do = f"the nearest kind is {near}" if near else f"those known are {', '.join(sorted(CATALOGUE))}"
     raise GraphError(
         f"a run is foreseen on kinds of accelerators that are known, but this machine's is called {name!r}; {do}: ask "
         f"with --foresee for as many of them, or run without --constants"

@@ -1,6 +1,8 @@
 """`--foresee`: devices and a workload as text, what is foreseen of a graph as text."""
 
+import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +11,13 @@ from typing import Any
 from dataflow.errors import GraphError
 from dataflow.foresight.calibration import calibrate, read_constants
 from dataflow.foresight.catalogue import device_kind, kind_named
-from dataflow.foresight.choice.candidates import Candidate
+from dataflow.foresight.choice.candidates import Candidate, candidates
 from dataflow.foresight.choice.gains import gains
 from dataflow.foresight.choice.gains import told as told_gains
-from dataflow.foresight.choice.search import Objective, choose
+from dataflow.foresight.choice.search import Objective, choose, foreseen_of
 from dataflow.foresight.choice.told import to_plain as to_plain_choice
 from dataflow.foresight.choice.told import ways
-from dataflow.foresight.foresee import foresee
+from dataflow.foresight.foresee import foresee, ground_of, size_of
 from dataflow.foresight.rates import Constants
 from dataflow.foresight.report import lines, picture, to_plain
 from dataflow.foresight.seen import look
@@ -23,11 +25,13 @@ from dataflow.foresight.spec import read_devices, read_prices
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.foresight.workload import PROMPT_TOKENS, Workload, read_workload
 from dataflow.graph import Graph
-from dataflow.planning.gpu_groups import Wishes
+from dataflow.planning.gpu_groups import Wishes, read_wishes
 from dataflow.planning.hosts import Devices, Host
+from dataflow.planning.memory_need import DoesNotFit
 from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
 from dataflow.planning.this_machine import this_machine
+from dataflow.planning.ways_out import advised, plan_or_advise, roomy
 from dataflow.structure import Structure
 from dataflow.system.files import write_atomically
 from dataflow.system.gpu_memory import gpu_names
@@ -44,14 +48,11 @@ def foreseen_of_run(
 
     names: what its accelerators are called. GraphError as `foresee`, and for accelerators of no known kind."""
     placements = made.placements.items()
-    gpus = {name: len(each.gpus) for name, each in placements if each.gpus}
+    gpus: dict[str, int | str] = {name: len(each.gpus) for name, each in placements if each.gpus}
     replicas = {name: each.replicas for name, each in placements if each.replicas > 1 and name not in gpus}
     ranks = {name: each.ranks for name, each in placements if each.ranks > 1 and name not in gpus}
-    if made.turns:
-        raise GraphError(
-            f"operators take turns on their devices here, {' and '.join(map(str, made.turns))}, which is not foreseen "
-            f"yet; give each its own, or run without --constants"
-        )
+    for first, *others in made.turns:
+        gpus |= dict.fromkeys(others, first)
     return to_plain(foresee(
         graph, here(made.devices, names()) if gpus else Devices(cpus=made.devices.cpus), gpus=gpus or None,
         replicas=replicas, ranks=ranks, workload=read_workload(workload), steps=steps,
@@ -99,9 +100,7 @@ def told(
     paid = read_prices(prices, room)
     how: dict[str, Any] = {"workload": texts, "steps": steps, "constants": known}
     if isinstance(gpus, str) and gpus not in AUTO:
-        raise GraphError(
-            "operators that share their devices are not foreseen yet; give each its own, or leave gpus out"
-        )
+        gpus = read_wishes(graph, gpus, room.gpus)
     said, more = "", dict[str, Any]()
     if gpus in AUTO or not (gpus or not room.gpus):
         if place:
@@ -110,17 +109,27 @@ def told(
                 f"{sorted(place)}; leave it out, or give --gpus numbers"
             )
         objective = _objective(str(gpus or AUTO[0]), room, paid, [*(replicas or {}), *(ranks or {})])
-        choice = choose(graph, room, **how, objective=objective, knobs=bool(gpus))
+        try:
+            choice = choose(graph, room, **how, objective=objective, knobs=bool(gpus))
+        except DoesNotFit as error:
+            raise advised(error, graph, lambda changed: bool(_fitting(changed, roomy(room)))) from None
         best = choice.ways[0]
         candidate, found = best.candidate, best.foreseen
-        said = f"\nchosen for the {'least cost' if objective.cost else 'shortest step'}: {best.asked}\n{ways(choice)}"
+        said = f"\nchosen for the {'least cost' if objective.cost else 'shortest step'}: {best.asked}"
+        said += f"\n{ways(choice)}" if choice.tried > 1 else ""
         more = to_plain_choice(choice)
     else:
-        assert not isinstance(gpus, str), "another word is refused"
-        found = foresee(graph, room, gpus=gpus, replicas=replicas, ranks=ranks, place=place, **how)
+        assert not isinstance(gpus, str), "words are read"
+        placed: dict[str, Any] = {"gpus": gpus, "replicas": replicas, "ranks": ranks, "place": place}
+        try:
+            found = foresee(graph, room, **placed, **how)
+        except DoesNotFit as error:
+            raise advised(error, graph, lambda changed: bool(ground_of(changed, roomy(room), **placed))) from None
         counts = {name: each for name, each in (gpus or {}).items() if isinstance(each, int)}
+        shared = [name for name, each in (gpus or {}).items() if isinstance(each, str)]
         hosts = {node: (each,) if isinstance(each, str) else tuple(each) for node, each in (place or {}).items()}
-        candidate = Candidate(gpus=counts, replicas=replicas or {}, ranks=ranks or {}, place=hosts)
+        in_turn = (str((gpus or {})[shared[0]]), *shared) if shared else ()
+        candidate = Candidate(gpus=counts, in_turn=in_turn, replicas=replicas or {}, ranks=ranks or {}, place=hosts)
     helping = gains(graph, candidate, room, **how)
     said += f"\n{told_gains(helping)}"
     if draw is not None:
@@ -130,6 +139,52 @@ def told(
         write_atomically(draw, lambda file: file.write(text.encode()))
         said += f"\nwrote {draw}"
     return f"{lines(found, paid)}{said}"
+
+
+def is_devices(text: object) -> bool:
+    """Whether a word names devices, as 8xH100 does."""
+    return isinstance(text, str) and re.match(r"\s*\d+\s*x\s*\w", text) is not None
+
+
+def explained(graph: Graph, devices: str, **how: Any) -> str:
+    """The plan on devices that this machine does not have, and the memory that its operators need there.
+
+    devices: as `read_devices` has them; empty: as many as are asked for, of no kind. how: as `plan` has it; gpus: None:
+    dealt out for the shortest step. GraphError as `plan`, and for what cannot be read."""
+    gpus = how.pop("gpus")
+    if devices:
+        room = read_devices(devices)
+        what = f"{devices.strip()}, which need not be here"
+    else:
+        count = sum(each for each in gpus.values() if isinstance(each, int))
+        room = Devices(cpus=this_machine().cpus, gpus=count)
+        what = (
+            f"{count} GPU{'s' if count > 1 else ''} of no kind, as this machine has {this_machine().gpus}; name yours, "
+            f"as --foresee {count}xH100, and see whether it fits"
+        )
+    chosen = ""
+    if not gpus or gpus in AUTO:
+        gpus = _fitting(graph, room) or _first(graph, room) if room.gpus else None
+        chosen = "" if gpus is None else "; chosen: --gpus " + ",".join(f"{node}={each}" for node, each in gpus.items())
+    sizes = {each.uses.source: size_of(each.uses.source) for each in graph.operators.values() if each.uses is not None}
+    made = plan_or_advise(graph, room, gpus=gpus, sizes=sizes, **how)
+    by = "its config alone" if any(size.is_foreseen for size in sizes.values()) else "its files"
+    return f"foreseen: the plan on {what}; the model's size is known by {by}{chosen}\n{made.explain()}"
+
+
+def _fitting(graph: Graph, room: Devices) -> Wishes | None:
+    """The first way to deal devices out that fits, with knobs as they are declared, in the shortest step by closed
+    forms; None: none does."""
+    found = []
+    for candidate in candidates(graph, room, knobs=False):
+        with contextlib.suppress(GraphError):
+            found.append((foreseen_of(graph, candidate, room, simulated=False).step_s, candidate))
+    return min(found, key=lambda each: each[0])[1].wishes if found else None
+
+
+def _first(graph: Graph, room: Devices) -> Wishes | None:
+    """The first way to deal devices out, whether it fits or not; of one device, that all take turns on it."""
+    return next((each.wishes for each in candidates(graph, room, knobs=False)), None)
 
 
 def _asked(devices: str, texts: Workload, constants: str) -> tuple[Devices, Workload, Constants]:

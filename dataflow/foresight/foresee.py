@@ -25,7 +25,7 @@ from dataflow.foresight.workload import Workload
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
-from dataflow.planning.model_size import ModelSize
+from dataflow.planning.model_size import ModelSize, measured
 from dataflow.planning.pins import Place
 from dataflow.planning.placement import Placement
 from dataflow.planning.plan import Plan, plan
@@ -51,6 +51,10 @@ class Foreseen:
     """Which one step in ten is shorter than, and one in ten longer."""
     overlaps: bool
     """Whether generation and training go on at once."""
+    in_turn: tuple[str, ...]
+    """Nodes that take turns on the generator's devices; none where these are its own."""
+    moved_s: float
+    """Of a step: memory on its way to main memory and back."""
     weights_s: float
     """Of a version, from the trainer's ranks into the generators'; hidden where they overlap."""
     rollouts: float
@@ -77,8 +81,10 @@ class Foreseen:
 
     @property
     def taken(self) -> dict[str, int]:
-        """Accelerators that any operator has, by kind."""
-        return dict(sum((Counter(each.kinds) for each in self.operations), Counter[str]()))
+        """Accelerators that any operator has, by kind; those that several have in turn count once."""
+        shared = [each for each in self.operations if each.node in self.in_turn]
+        own = [each for each in self.operations if each.node not in self.in_turn]
+        return dict(sum((Counter(each.kinds) for each in (*own, *shared[:1])), Counter[str]()))
 
     @property
     def efficiency(self) -> float:
@@ -86,7 +92,8 @@ class Foreseen:
         are at work one after the other."""
         busy: Counter[tuple[str, str]] = Counter()
         for each in self.operations:
-            busy[each.worker, "" if each.worker else each.node] += each.seconds  # type: ignore[assignment]
+            node = self.in_turn[0] if each.node in self.in_turn else each.node
+            busy[each.worker, "" if each.worker else node] += each.seconds  # type: ignore[assignment]
         return min(1.0, max(busy.values()) / self.step_s)
 
     def idle(self, operation: Operation) -> float:
@@ -122,7 +129,9 @@ def foreseen_on(
     devices = ground.made.devices
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     made = Foreseen(
-        operations=tuple(_closed(ground)), step_s=0.0, spread_s=(0.0, 0.0), overlaps=ground.max_staleness > 0,
+        operations=tuple(_closed(ground)), step_s=0.0, spread_s=(0.0, 0.0),
+        overlaps=ground.max_staleness > 0 and not ground.in_turn, in_turn=ground.in_turn,
+        moved_s=ground.moments_s + sum(ground.moves_s.values()) / (ground.max_staleness + 1),
         weights_s=ground.weights_s, rollouts=rollouts, staleness=0.0, by_staleness={}, in_flight=None,
         max_staleness=ground.max_staleness, gpus=devices.gpus, gpu_hours=None, assumed=(),
         constants=ground.constants,
@@ -131,7 +140,7 @@ def foreseen_on(
     made = replace(made, assumed=_assumed(ground))  # measured steps know by now what was asked of them
     if steps is None or not devices.gpus:
         return made
-    return replace(made, gpu_hours=steps * made.step_s * sum(each.count for each in made.operations) / 3600)
+    return replace(made, gpu_hours=steps * made.step_s * sum(made.taken.values()) / 3600)
 
 
 def ground_of(
@@ -150,16 +159,21 @@ def ground_of(
     _check_forms(graph)
     sources = dict.fromkeys(each.uses.source for each in graph.operators.values() if each.uses is not None)
     models = {source: counts_of(source) for source in sources}
+    measured_sizes = {source: size_of(source) for source in sources}
     kinds = _kinds(devices)
     for kind in dict.fromkeys(kinds.values()):
         dtype = generator.quantized or ("float32" if kind.name == "cpu" else "bfloat16")
         check_covered(constants.decode, decoder_of(generator.uses.source), kind, dtype)
     made = plan(
         graph, devices, gpus=gpus, replicas=replicas, ranks=ranks, steps=steps, place=place,
-        sizes={name: size_of(each) for name, each in models.items()},
+        sizes=measured_sizes,
     )  # fmt: skip
-    if made.turns:
-        raise GraphError("operators take turns on their devices here, which is not foreseen yet; give each its own")
+    if made.turns and (not devices.gpus or not {generator.name, trainer.name} <= set(made.turns_of(generator.name))):
+        raise GraphError(
+            f"operators take turns on {'accelerators' if devices.gpus else 'cores'} here, "
+            f"{' and '.join(map(str, made.turns))}, which is foreseen of generator and trainer on the same "
+            f"accelerators alone; give --gpus {generator.name}=N,{trainer.name}={generator.name}, or each its own"
+        )
     lacking = [each.name for each in (generator, trainer) if devices.gpus and not made.placements[each.name].gpus]
     if lacking:
         raise GraphError(
@@ -174,11 +188,11 @@ def ground_of(
     bound = next((each for each in graph.feedbacks if each.reader is generator), None)
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     return Foreground(
-        graph=graph, made=made, generator=generator, trainer=trainer, models=models, kinds=kinds,
+        graph=graph, made=made, generator=generator, trainer=trainer, models=models, sizes=measured_sizes, kinds=kinds,
         lengths=lengths, episode=episode,
         workload=workload, constants=constants, group_size=max(filter(None, sizes), default=1),
         max_staleness=bound.max_staleness if bound is not None else 0,
-        weights_s=_exchange(made, generator, models[generator.uses.source], kinds, constants),
+        weights_s=_exchange(made, generator, measured_sizes[generator.uses.source], kinds, constants),
     )  # fmt: skip
 
 
@@ -206,6 +220,8 @@ def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
     """The longest operator where they overlap, their sum where they do not; staleness by Applied Compute's form."""
     busy = {each.node: each.seconds for each in made.operations}
     most, rollouts = ground.max_staleness, made.rollouts
+    if ground.in_turn:
+        return _in_turn(made, ground)
     step_s = max(busy.values()) if most else sum(busy.values()) + ground.weights_s
     step_s += 0.0 if most else (ground.turns - 1) * ground.world_s
     stale = 0.0
@@ -219,6 +235,17 @@ def _by_closed_forms(made: Foreseen, ground: Foreground) -> Foreseen:
     return replace(made, step_s=step_s, spread_s=(step_s, step_s), staleness=stale)
 
 
+def _in_turn(made: Foreseen, ground: Foreground) -> Foreseen:
+    """The sum of those who share devices, and the way of their memory, once for as many steps as may be ahead; whoever
+    has devices of its own works meanwhile."""
+    ahead = ground.max_staleness
+    shared = sum(each.seconds for each in made.operations if each.node in ground.in_turn)
+    shared += ground.weights_s + sum(ground.moves_s.values()) / (ahead + 1)
+    others = [each.seconds for each in made.operations if each.node not in ground.in_turn]
+    step_s = max([shared, *others]) if ahead else shared + sum(others)
+    return replace(made, step_s=step_s, spread_s=(step_s, step_s), staleness=ahead / 2)
+
+
 def _shares(counts: Counter[int]) -> dict[int, float]:
     total = counts.total()
     return {versions: count / total for versions, count in sorted(counts.items())}
@@ -227,7 +254,7 @@ def _shares(counts: Counter[int]) -> dict[int, float]:
 def _check_forms(graph: Structure) -> None:
     """Refuse what the costs do not know."""
     for name, operator in graph.operators.items():
-        form = "adapters" if operator.uses is not None and operator.uses.lora is not None else operator.quantized
+        form = operator.quantized
         if form not in (None, "fp8"):
             raise GraphError(f"'{name}' has {form}, of which no cost is known yet; foresee it without")
 
@@ -243,6 +270,7 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
         if constants.source == ASSUMED_CONSTANTS.source
         else f"rates: {constants.source}",
         f"products in {ground.dtype}, but for a generator in fp8",
+        *_float32(ground),
         f"prompts of {workload.prompt_tokens:,.0f} tokens",
         f"completions of {lengths.mean:,.0f} tokens in the mean, of {ground.generator.traits.max_tokens:,} at most, "
         + ("as a run had them" if workload.seen is not None else f"log-normal with a sigma of {workload.sigma:g}"),
@@ -266,6 +294,15 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _float32(ground: Foreground) -> list[str]:
+    """What a model in float32 on accelerators is foreseen by."""
+    wide = [name for name, each in ground.graph.operators.items()
+            if each.uses is not None and each.uses.dtype == "float32"]  # fmt: skip
+    if ground.on_cpu or not wide:
+        return []
+    return [f"{', '.join(wide)} compute in float32, which takes longer than foreseen; give dtype='bfloat16'"]
+
+
 def _closed(ground: Foreground) -> list[Operation]:
     """Each operator's share by closed forms."""
     found = []
@@ -278,7 +315,7 @@ def _closed(ground: Foreground) -> list[Operation]:
     for each in between(ground.graph, ground.maker, ground.trainer):
         if each.name not in names and (row_s := ground.row_s(each.name) or 0.0) > 0:
             found.append(Operation(
-                node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need_bytes=None, room_bytes=None,
+                node=each.name, devices="cpu", cut="1 x 1 rank", count=0, need=None, room_bytes=None,
                 seconds=rollouts * row_s / each.traits.calls_at_once, waits=each.traits.calls_at_once > 1,
                 worker="" if isinstance(each, Scorer) and each.isolate else ground.made.placements[each.name].worker,
             ))  # fmt: skip
@@ -292,7 +329,7 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
     made = Operation(
         node=operator.name, devices=" + ".join(f"{many} x {kind.name}" for kind, many in kinds.items()), count=count,
         cut=_cut(operator, placement, ground), seconds=0.0,
-        need_bytes=placement.memory_bytes, room_bytes=room,
+        need=placement.need, room_bytes=room,
         kinds={kind.name: many for kind, many in kinds.items()} if placement.gpus else {},
     )  # fmt: skip
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
@@ -339,14 +376,20 @@ def _kinds_of(placement: Placement, ground: Foreground) -> Counter[DeviceKind]:
 
 
 def _exchange(
-    made: Plan, generator: Operator, model: Counts, kinds: Mapping[str, DeviceKind], constants: Constants
+    made: Plan, generator: Operator, size: ModelSize, kinds: Mapping[str, DeviceKind], constants: Constants
 ) -> float:
-    """Of a version, shard to shard: what a rank of a reader takes in, over the slowest link on its way."""
-    ranks = made.placements[generator.name].ranks
+    """Of a version, shard to shard: what a rank of a reader takes in, over the slowest link on its way; and what it
+    merges of adapters into its weights, which it reads and writes."""
+    model, ranks = generator.uses, made.placements[generator.name].ranks
+    assert model is not None, "a generator has a model"
     one_host = len({host for each in made.placements.values() for host in each.all_hosts}) <= 1
+    bandwidth = min(kind.memory_bytes_per_s for kind in kinds.values())
     link = min(kind.within_bytes_per_s if one_host else kind.between_bytes_per_s for kind in kinds.values())
-    nbytes = model.parameters * (1 if generator.quantized else 2) / ranks
-    return Parts(links=nbytes / link).seconds(constants.generator)
+    if made.turns_of(generator.name):
+        link = bandwidth / 2  # read and written within a device
+    nbytes = size.sent_bytes("bfloat16", model.lora, ranks) // (2 if generator.quantized else 1)
+    merged = 0 if model.lora is None else 3 * 2 * size.linear_numbers / ranks
+    return Parts(links=nbytes / link, memory=merged / bandwidth).seconds(constants.generator)
 
 
 def _kinds(devices: Devices) -> dict[str, DeviceKind]:
@@ -361,12 +404,20 @@ def _kinds(devices: Devices) -> dict[str, DeviceKind]:
     return found
 
 
-def size_of(model: Counts) -> ModelSize:
-    """As a plan counts it."""
+def size_of(source: str) -> ModelSize:
+    """As a plan counts it. GraphError as `counts_of`."""
+    return measured(source) or _by_counts(counts_of(source))
+
+
+def _by_counts(model: Counts) -> ModelSize:
+    """Of a mixture of experts, whose tensors nobody lists."""
+    layers = max(1, model.layers)
+    token = (model.mlps + model.experts_per_token) // (3 * layers * model.width)
     return ModelSize(
-        parameters=model.parameters, largest_end=model.ends,
+        parameters=model.parameters, largest_end=model.ends, tied=model.tied,
         linear=(("all together", model.attention + model.mlps + model.experts, 1),), layers=model.layers,
         width=model.width, cache_elements=model.cache, key_value_heads=model.cache_cuts,
+        query_width=model.mixing // layers, inner=token, is_foreseen=True,
     )  # fmt: skip
 
 

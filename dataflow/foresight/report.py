@@ -6,6 +6,7 @@ from typing import Any
 from dataflow.draw.timeline import timeline_svg
 from dataflow.foresight.foresee import Foreseen
 from dataflow.planning.placement import amount
+from dataflow.planning.ways_out import SPARE
 
 _DRAWN_STEPS = 6
 
@@ -20,16 +21,30 @@ def lines(found: Foreseen, prices: Mapping[str, float] | None = None) -> str:
         )
         for each in found.operations
     ]  # fmt: skip
+    rounds = bool(found.in_turn) and found.max_staleness > 0
     how = "generation and training at once" if found.overlaps else "generation, then training"
+    how += f", in turns of {found.max_staleness + 1} steps" if rounds else ""
     low, high = (number(each) for each in found.spread_s)
     said = [
         f"a step of {found.rollouts:,.0f} rollouts takes {number(found.step_s)} s"
-        + (f", eight in ten {low} to {high}" if low != high else "")
+        + (f", eight in ten {low} to {high}" if low != high and not rounds else "")
         + f" ({how}); '{found.bottleneck.node}' is busy longest",
+        *(f"each rank of '{each.node}' needs at least {each.need}" for each in found.operations if each.need),
+        *(
+            f"'{each.node}' leaves {amount(each.room_bytes - each.need_bytes)} for what frameworks take: that is little"
+            for each in found.operations
+            if each.need_bytes and each.room_bytes and SPARE * each.room_bytes < each.need_bytes
+        ),
         f"a version of the weights takes {number(found.weights_s)} s, "
         + ("while both compute" if found.overlaps else "which is in the step"),
     ]
-    if found.overlaps:
+    if found.in_turn:
+        names = " and ".join(f"'{node}'" for node in found.in_turn)
+        said.append(
+            f"{names} take turns on the same devices: one is awake at a time, and {number(found.moved_s)} s of a step "
+            f"their memory moves to main memory and back"
+        )
+    if found.max_staleness:
         at_bound = found.by_staleness.get(found.max_staleness, 0.0)
         said.append(
             f"staleness is {found.staleness:.1f} versions in the mean, {found.max_staleness} at most"
@@ -41,7 +56,9 @@ def lines(found: Foreseen, prices: Mapping[str, float] | None = None) -> str:
         said.append(f"all steps take {found.gpu_hours:,.1f} GPU hours")
     if prices is not None:
         said.append(_money(found, prices))
-    return "\n".join([*table(head, rows), *said, "assumed: " + "; ".join(found.assumed)])
+    return "\n".join(
+        [*table(head, rows), *said, "foreseen, not measured; assumed:", *(f"- {each}" for each in found.assumed)]
+    )
 
 
 def picture(found: Foreseen, title: str) -> str:

@@ -15,6 +15,7 @@ from dataflow.foresight.counts import Counts, decoder_of
 from dataflow.foresight.generation import GeneratorReplica, prefill
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import PER_LEARNT_LAYER
+from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import Constants, Rates
 from dataflow.foresight.sharding import waits_s
 from dataflow.foresight.simulation.clock import Processors
@@ -27,9 +28,12 @@ from dataflow.foresight.simulation.scenario import (
     coarse,
 )
 from dataflow.foresight.steps import ReplicaTimes, steps_of
-from dataflow.foresight.training import BACKWARD, LAST, Learners
+from dataflow.foresight.training import LAST, STATE_BYTES, Learners
 from dataflow.foresight.workload import CUTS, Workload
 from dataflow.node import Generate, Learn, Operator
+from dataflow.planning.gpu_groups import Group
+from dataflow.planning.model_size import ModelSize, bytes_of
+from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.structure import Structure, episodes_of
@@ -48,8 +52,8 @@ class Operation:
     """Of its devices."""
     seconds: float
     """That it is at work for a step, each of its replicas in the mean."""
-    need_bytes: int | None
-    """Of memory, of one rank, at least."""
+    need: Need | None
+    """Memory of one rank, at least."""
     room_bytes: int | None
     kinds: Mapping[str, int] = field(default_factory=dict)
     """Its accelerators, by kind."""
@@ -59,6 +63,11 @@ class Operation:
     """Whether it waits for something elsewhere, and computes nothing meanwhile."""
     worker: str = ""
     """Which it shares with others; empty: its processes are its own."""
+
+    @property
+    def need_bytes(self) -> int | None:
+        """Of memory, of one rank, at least."""
+        return None if self.need is None else self.need.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +79,8 @@ class Foreground:
     generator: Operator
     trainer: Learn
     models: Mapping[str, Counts]
+    sizes: Mapping[str, ModelSize]
+    """As memory is counted."""
     kinds: Mapping[str, DeviceKind]
     """By host; that of this machine's cores by an empty name."""
     lengths: Lengths
@@ -88,6 +99,10 @@ class Foreground:
     def maker(self) -> Operator:
         """Who takes prompts, and makes rollouts of them."""
         return self.episode or self.generator
+
+    def called(self, name: str) -> str:
+        """What a node is called in the simulation."""
+        return {self.generator.name: "generator", self.trainer.name: "trainer"}.get(name, name)
 
     @property
     def turns(self) -> int:
@@ -173,8 +188,49 @@ class Foreground:
             self.measured[way] = steps_of(self.constants.decode, decoder, kind, ranks=placement.ranks, dtype=dtype)
         return GeneratorReplica(
             model=self.models[operator.uses.source], kind=kind, tensor_parallel=placement.ranks, dtype=dtype,
-            pipeline_parallel=stages, steps=self.measured[way],
+            pipeline_parallel=stages, steps=self.measured[way], reserved_bytes=self.reserved_bytes(operator),
         )  # fmt: skip
+
+    def reserved_bytes(self, operator: Operator) -> float:
+        """Of the devices of one replica, what neither its weights nor its cache have: layers that adapters are merged
+        into, and a version in the memory that it shares."""
+        need = self.made.placements[operator.name].need
+        if need is None or self.on_cpu:
+            return 0.0
+        others = sum(part for name, part in need.parts.items() if name not in ("weights", "KV-cache"))
+        return float(others * self.made.placements[operator.name].ranks)
+
+    @property
+    def in_turn(self) -> Group:
+        """The nodes that take turns on the generator's devices; none where these are its own."""
+        return self.made.turns_of(self.generator.name)
+
+    @property
+    def moves_s(self) -> Mapping[str, float]:
+        """By node that takes turns, seconds in which its memory comes from main memory and goes there, once a turn."""
+        return {name: self._moved_s(self.graph.operators[name]) for name in self.in_turn}
+
+    @property
+    def moments_s(self) -> float:
+        """Of a step: the optimiser's state comes for the update, and goes, where the devices are others' besides."""
+        trainer = self.trainer
+        if self.on_cpu or not (self.in_turn or trainer.traits.offloads):
+            return 0.0
+        learners = self.learners(trainer)
+        return self._to_host(2 * (STATE_BYTES - 4) * learners.trained / learners.ranks, trainer)
+
+    def _moved_s(self, operator: Operator) -> float:
+        model = operator.uses
+        if model is None or (operator is self.generator and model.lora is None):
+            return 0.0  # its weights come again from the trainer's
+        size, shares = self.sizes[model.source], self.ranks(operator.name)
+        parts = size.parts(model.dtype, operator.trains, model.lora)
+        kept = sum(part for name, part in parts.items() if name not in ("gradients", "optimiser"))
+        return self._to_host(2 * kept / shares, operator)
+
+    def _to_host(self, nbytes: float, operator: Operator) -> float:
+        kind = self.kind(operator.name)
+        return Parts(links=nbytes / kind.host_bytes_per_s).seconds(self.rates(operator))
 
     def learners(self, operator: Operator) -> Learners:
         """The ranks of a trainer, or of an operator that computes log-probabilities."""
@@ -190,8 +246,14 @@ class Foreground:
         return Learners(
             model=self.models[operator.uses.source], kind=self.kind(operator.name), ranks=ranks, dtype=self.dtype,
             tensor_parallel=tensor_parallel, pipeline_parallel=pipeline, context_parallel=context,
-            expert_parallel=expert,
+            expert_parallel=expert, adapters=self._adapters(operator),
         )  # fmt: skip
+
+    def _adapters(self, operator: Operator) -> float:
+        model = operator.uses
+        if model is None or model.lora is None:
+            return 0.0
+        return self.sizes[model.source].sent_bytes(model.dtype, model.lora) / bytes_of(model.dtype)
 
     def waits_s(self, learners: Learners, computing_s: float, tokens: float) -> float:
         """Of a step of so many tokens: how long the trainer's ranks wait for each other's shards. Cores exchange them
@@ -223,6 +285,7 @@ def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = N
         queue_prompts=trainer.traits.queue_prompts, hop_s=constants.hop_s,
         processors=Processors(cores=made.devices.cpus, alone=constants.alone) if shared else Processors(),
         failures=failures or Failures(), seed=seed,
+        moves_s={ground.called(name): seconds for name, seconds in ground.moves_s.items()},
     ))  # fmt: skip
 
 
@@ -281,14 +344,14 @@ def training_s(ground: Foreground) -> tuple[float, float]:
     trainer, rates = ground.trainer, ground.rates(ground.trainer)
     learners, each = ground.learners(trainer), ground.trained_tokens
     rollouts = float(trainer.step_prompts * ground.group_size)
-    forward = 1.0 + BACKWARD + trainer.traits.gradient_checkpointing
+    forward = learners.forward + trainer.traits.gradient_checkpointing
     passes_s = learners.passes(rollouts, each, forward=forward, sequences=rollouts).seconds(rates)
     passes_s += ground.waits_s(learners, passes_s, rollouts * each)
     passes_s += learners.channels(rollouts * each) * rates.channel_s
     back = ground.workload.prompt_tokens + ground.lengths.looks_back
     passes_s += learners.looks(rollouts * each, back) * rates.look_s
     micro_batches = learners.micro_batches(ground.computed * rollouts * each, trainer.traits.micro_batch_tokens)
-    return ground.computed * passes_s, once_s(learners, rates, micro_batches)
+    return ground.computed * passes_s, once_s(learners, rates, micro_batches) + ground.moments_s
 
 
 def once_s(learners: Learners, rates: Rates, micro_batches: int) -> float:

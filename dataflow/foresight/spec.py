@@ -20,11 +20,11 @@ def read_devices(text: str) -> Devices:
     >>> [(host.name, host.gpus) for host in read_devices("10xH100").hosts]
     [('H100-0', 8), ('H100-1', 2)]
     """
-    if (cores := re.fullmatch(r"\s*([1-9][0-9]{0,3})\s*x\s*cpu\s*", text)) is not None:
+    if (cores := re.fullmatch(r"\s*([1-9][0-9]{0,3})\s*x\s*(?i:cpu)\s*", text)) is not None:
         return Devices(cpus=int(cores[1]))
     hosts: list[Host] = []
     for part in text.split("+"):
-        match = re.fullmatch(r"\s*([1-9][0-9]{0,6})\s*x\s*(\w+)\s*", part)
+        match = re.fullmatch(r"\s*([1-9][0-9]{0,6})\s*x\s*([\w-]+)\s*", part)
         if match is None:
             raise GraphError(
                 f"devices to foresee are {text!r}, which cannot be read at {part!r}; write them as 16xH100, or as "
@@ -63,7 +63,7 @@ def read_prices(text: str, devices: Devices) -> Mapping[str, float] | None:
         )
     found: dict[str, float] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]+(?:\.[0-9]+)?)\s*", part)
+        match = re.fullmatch(r"\s*([\w-]+)\s*=\s*([0-9]+(?:\.[0-9]+)?)\s*", part)
         if match is None:
             raise GraphError(f"prices are {text!r}, which cannot be read at {part!r}; write them as H100=2.5,L40S=1.0")
         found[device_kind(match[1]).name] = float(match[2])

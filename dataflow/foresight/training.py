@@ -34,11 +34,24 @@ class Learners:
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     dtype: str = "bfloat16"
+    adapters: float = 0.0
+    """Numbers of those that are trained in place of all parameters; 0: there are none."""
 
     @property
     def replicas(self) -> float:
         """Ways in which a batch is dealt out."""
         return self.ranks / (self.tensor_parallel * self.context_parallel * self.pipeline_parallel)
+
+    @property
+    def trained(self) -> float:
+        """Parameters that an update changes."""
+        return self.adapters or float(self.model.parameters)
+
+    @property
+    def forward(self) -> float:
+        """Forward passes that a forward and a backward pass come to: weights that are not trained need no product for
+        their gradient."""
+        return 1.0 + (BACKWARD / 2 if self.adapters else BACKWARD)
 
     def passes(self, rollouts: float, tokens: float, *, forward: float, sequences: float) -> Parts:
         """Over rollouts of so many tokens each; forward: forward passes that these operations come to.
@@ -47,7 +60,8 @@ class Learners:
         (Huang et al., arXiv 1811.06965). Experts on other ranks are sent a token's hidden state and send it back, once
         for each expert (Lepikhin et al., arXiv 2006.16668)."""
         total = rollouts * tokens
-        compute = self.model.forward(total, tokens / 2) / (self.ranks * self.kind.rate(self.dtype))
+        operations = self.model.forward(total, tokens / 2) + 2 * self.adapters * total
+        compute = operations / (self.ranks * self.kind.rate(self.dtype))
         turns = max(1.0, sequences / self.replicas)
         idle = (turns + self.pipeline_parallel - 1) / turns
         own = total * self.tensor_parallel / self.ranks  # tokens that go through a rank's layers, all of them
@@ -69,7 +83,7 @@ class Learners:
 
     def update(self) -> Parts:
         """Adam reads weights, gradients and two moments and writes all but the gradients, four bytes each."""
-        nbytes = 7 * 4 * self.model.parameters / self.ranks
+        nbytes = 7 * 4 * self.trained / self.ranks
         return Parts(memory=nbytes / self.kind.memory_bytes_per_s)
 
     def sums(self) -> Parts:
@@ -79,6 +93,7 @@ class Learners:
         kind, cut = self.kind, self.tensor_parallel * self.pipeline_parallel
         own = (self.model.parameters - self.model.experts) / cut
         own += self.model.experts / (self.expert_parallel * self.pipeline_parallel)
+        own = self.adapters / cut if self.adapters else own
         nbytes = 2 * (1 - min(1.0, cut / self.ranks)) * _GRADIENT_BYTES * own
         alike = max(1, kind.per_node // self.tensor_parallel)
         over_nodes = min(kind.within_bytes_per_s, alike * kind.between_bytes_per_s)

@@ -15,7 +15,7 @@ Group = tuple[str, ...]
 """Nodes that share their devices."""
 
 
-def read_wishes(graph: Structure, gpus: Wishes | Literal["shared"] | None, count: int) -> Wishes:
+def read_wishes(graph: Structure, gpus: Wishes | str | None, count: int) -> Wishes:
     """What is wished for; `shared`: every node that computes shares all `count` accelerators, or main memory.
 
     Raises GraphError for another word.

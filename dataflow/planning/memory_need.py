@@ -4,20 +4,30 @@ from collections.abc import Iterable, Mapping
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate, Learn, Operator
+from dataflow.planning.activations import Passes
 from dataflow.planning.model_size import ModelSize, bytes_of
 from dataflow.planning.placement import Need, Spot, amount
 from dataflow.structure import Structure, group_size, refreshes_of, sources_of
 
-_KEPT = 16
-"""Numbers that a layer keeps of each token for the backward pass, in widths of the model; 1 where it computes them
-again."""
+
+class DoesNotFit(GraphError):
+    """A plan that a device has too little memory for."""
+
+    def __init__(self, message: str, *, missing: int) -> None:
+        """missing: bytes."""
+        super().__init__(message)
+        self.missing = missing
 
 
-def need_of(graph: Structure, operator: Operator, size: ModelSize | None, ranks: int) -> Need | None:
+def need_of(
+    graph: Structure, operator: Operator, size: ModelSize | None, ranks: int, *, on_gpu: bool = False,
+    in_turn: bool = False, trainer_ranks: int = 1,
+) -> Need | None:  # fmt: skip
     """What one rank of an operator needs: the model's share, a generator's cache, a trainer's activations.
 
-    What cannot be told is left out: frameworks' own memory, buffers of a step, a cache that takes what is free beyond
-    one rollout.
+    on_gpu: whether its devices are accelerators. in_turn: whether it takes turns on its devices with others.
+    trainer_ranks: of the trainer whose versions it reads. What cannot be told is left out: frameworks' own memory,
+    buffers of a step, a cache that takes what is free beyond one rollout.
     """
     model = operator.uses
     if size is None or model is None:
@@ -32,8 +42,33 @@ def need_of(graph: Structure, operator: Operator, size: ModelSize | None, ranks:
     if isinstance(operator, Generate):
         parts["KV-cache"] = _cache(operator, size, bytes_of(model.dtype), ranks)
     if operator.trains:
-        parts["activations"] = _activations(graph, operator, size, bytes_of(model.dtype))
+        _with_passes(parts, graph, operator, size, ranks, on_gpu=on_gpu, away=in_turn or operator.traits.offloads)
+    if on_gpu:
+        parts["version on its way"] = _version(graph, operator, size, ranks, in_turn, trainer_ranks)
     return Need({name: part for name, part in parts.items() if part})
+
+
+def asleep_bytes(graph: Structure, operator: Operator, size: ModelSize | None, ranks: int) -> int:
+    """Of main memory, that all ranks of an operator fill while others have their turn on its accelerators."""
+    model = operator.uses
+    fed = any(each.reader is operator for each in graph.feedbacks)
+    if size is None or model is None or (fed and model.lora is None):
+        return 0  # weights come again from the trainer's
+    parts = size.parts(model.dtype, operator.trains, model.lora)
+    return operator.traits.dp_replicate * sum(part for name, part in parts.items() if name != "gradients")
+
+
+def _version(
+    graph: Structure, operator: Operator, size: ModelSize, ranks: int, in_turn: bool, trainer_ranks: int
+) -> int:  # fmt: skip
+    """Bytes of a version between trainer and reader on this operator's accelerator: a trainer of one rank has it on its
+    own; of several ranks, it lies in its reader's buffer, which takes what is free but where devices are shared."""
+    model = operator.uses
+    read = [each for each in graph.feedbacks if operator.name in (each.weights.trainer.name, each.reader.name)]
+    is_one = (ranks if operator.trains else trainer_ranks) == 1
+    if model is None or not read or not (in_turn or (is_one and operator.trains)):
+        return 0
+    return size.sent_bytes(model.dtype, model.lora, 1 if is_one else read[0].reader.traits.tensor_parallel)
 
 
 def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int]) -> None:
@@ -51,10 +86,10 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
             host, device = spot
             place = "main memory" if device == "cpu" else f"the memory of gpu {device.removeprefix('cuda:')}"
             place += f" of host '{host}'" if host else ""
-            raise GraphError(
+            raise DoesNotFit(
                 f"the plan does not fit into {place}: it needs at least {amount(total)} of {amount(room[spot])}; "
-                f"found {told}; {_ways_out(need for _, need in processes)}"
-            )
+                f"found {told}; {_ways_out(need for _, need in processes)}", missing=total - room[spot],
+            )  # fmt: skip
 
 
 def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:
@@ -65,23 +100,60 @@ def _cache(operator: Generate, size: ModelSize, each: int, ranks: int) -> int:
     return one if traits.cache_bytes is None else max(one, min(traits.cache_bytes, one * traits.slots))
 
 
-def _activations(graph: Structure, operator: Operator, size: ModelSize, each: int) -> int:
-    """What the layers keep of a micro-batch, of no more tokens than the completions of a step may have."""
-    traits, tokens = operator.traits, operator.traits.micro_batch_tokens
+def _with_passes(
+    parts: dict[str, int],
+    graph: Structure,
+    operator: Operator,
+    size: ModelSize,
+    ranks: int,
+    *,
+    on_gpu: bool,
+    away: bool,
+) -> None:
+    """Add what a trainer's rank holds beside its share of the model while it computes.
+
+    away: whether the optimiser's state is elsewhere until the update."""
+    model, traits = operator.uses, operator.traits
+    assert model is not None, "a trainer has a model"
+    gathers = ranks // traits.dp_replicate > 1
+    passes = Passes(
+        size=size, wide=model.dtype == "float32", masters=model.lora is None and not gathers, trains=model.lora is None,
+        rank=model.lora.rank if model.lora is not None else 0, compiled=traits.compiled, on_gpu=on_gpu,
+        checkpointed=traits.gradient_checkpointing, shares=traits.tensor_parallel,
+    )  # fmt: skip
+    tokens, is_only = _micro_batch(graph, operator)
+    held = passes.at_most(tokens)
+    if is_only:  # gradients come as activations go
+        held = max(held - parts["gradients"], passes.one_layer(tokens))
+    if gathers:
+        each = bytes_of(model.dtype)
+        layer = size.linear_numbers // max(1, size.layers) // traits.tensor_parallel
+        ends = size.largest_end * (1 if size.tied else 2)
+        parts["gathered"] = each * (2 * layer + ends) + 4 * max(layer, size.largest_end)
+    if away:
+        moments = parts.pop("optimiser")
+        parts["optimiser at the update" if moments > held else "activations"] = max(held, moments)
+    else:
+        parts["activations"] = held
+
+
+def _micro_batch(graph: Structure, operator: Operator) -> tuple[int, bool]:
+    """Tokens of a micro-batch, no more than the completions of a step may have, and whether a step has no other."""
+    tokens = operator.traits.micro_batch_tokens
     generators = [op for op in graph.operators.values() if isinstance(op, Generate)]
     longest = [tokens if op.traits.max_tokens is None else op.traits.max_tokens for op in generators]
     groups = [group_size(graph, source) or 1 for source in sources_of(graph, operator.name)]
     prompts = operator.step_prompts if isinstance(operator, Learn) else 1
     if longest and groups:
-        tokens = min(tokens, prompts * max(groups) * max(longest))
-    kept = 1 if traits.gradient_checkpointing else _KEPT
-    return tokens * size.layers * size.width * kept * each // traits.tensor_parallel
+        most = prompts * max(groups) * max(longest)
+        return min(tokens, most), most <= tokens
+    return tokens, False
 
 
 def _ways_out(needs: Iterable[Need]) -> str:
     parts = {name for need in needs for name in need.parts}
     ways = ["give it more devices or a smaller model"]
-    if "optimiser" in parts:
+    if "gradients" in parts:
         ways += ["Model(lora=...)", "lower micro_batch_tokens or set gradient_checkpointing"]
     if "KV-cache" in parts:
         ways.append("lower cache_bytes or context_tokens")

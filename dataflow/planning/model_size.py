@@ -1,6 +1,7 @@
-"""How large a model is, read from the header of its safetensors files without loading a byte of it."""
+"""How large a model is: by the headers of its safetensors files, or by its config alone; nothing is loaded."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from dataflow.model import ALL_LINEAR, LoRA, saved_adapters
 from dataflow.model_files import config_of, folder_here, promised, tensor_shapes
 from dataflow.structure import Structure
 from dataflow.weight_ends import Refresh
+from transport.weights.costs.decoder import Decoder
+from transport.weights.errors import LayoutMismatch
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -36,6 +39,26 @@ class ModelSize:
     """Of a layer; more ranks than these hold some of them alike."""
     context: int = 0
     """Most tokens of prompt and completion."""
+    query_width: int = 0
+    """Heads times their width."""
+    inner: int = 0
+    """Width of the MLP, of all experts of a token together."""
+    norms_heads: bool = False
+    """Whether queries and keys are normalized head by head."""
+    tied: bool = False
+    """Whether the head is the embedding."""
+    is_foreseen: bool = False
+    """Whether a config alone tells this, and no file of weights."""
+
+    @property
+    def linear_numbers(self) -> int:
+        """In all linear layers."""
+        return sum(rows * columns for _, rows, columns in self.linear)
+
+    @property
+    def key_width(self) -> int:
+        """Of the keys of a token in a layer."""
+        return self.cache_elements // (2 * self.layers) if self.layers else 0
 
     @property
     def architecture(self) -> tuple[object, ...]:
@@ -45,8 +68,7 @@ class ModelSize:
     @property
     def told(self) -> str:
         """For people: `2 layers of width 64, 4,096 numbers in linear layers`."""
-        numbers = sum(rows * columns for _, rows, columns in self.linear)
-        return f"{self.layers} layers of width {self.width}, {numbers:,} numbers in their linear layers"
+        return f"{self.layers} layers of width {self.width}, {self.linear_numbers:,} numbers in their linear layers"
 
     def memory_bytes(self, dtype: str, trains: bool, lora: LoRA | None = None) -> int:
         """Of all `parts`."""
@@ -62,7 +84,7 @@ class ModelSize:
             return {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimiser": 8 * self.parameters}
         weights = self.parameters * _BYTES[dtype]
         if quantized is not None and not trains:
-            weights -= sum(rows * columns for _, rows, columns in self.linear) * (_BYTES[dtype] - 1)
+            weights -= self.linear_numbers * (_BYTES[dtype] - 1)
         if lora is None:
             return {"weights": weights}
         small = 4 * self._adapters(lora)
@@ -92,27 +114,32 @@ def measure_models(graph: Structure) -> dict[str, ModelSize]:
     """Sizes by source, of those models whose folder is at hand."""
     sources = {operator.uses.source for operator in graph.operators.values() if operator.uses is not None}
     found = {
-        source: _measure(saved_adapters(source).get("base_model_name_or_path") or source) for source in sorted(sources)
+        source: measured(saved_adapters(source).get("base_model_name_or_path") or source) for source in sorted(sources)
     }
     return {source: size for source, size in found.items() if size is not None}
 
 
-def _measure(source: str) -> ModelSize | None:
+def measured(source: str) -> ModelSize | None:
+    """Of the model in a folder; where that has no weights, of a family whose tensors a config tells. None elsewhere."""
     made = promised(source)
     try:
         files = sorted((folder_here(source) or Path(source)).glob("*.safetensors"))
         shapes = made.shapes if made else {name: each for file in files for name, each in tensor_shapes(file).items()}
-    except (OSError, ValueError):
+        foreseen = {} if shapes else Decoder.from_config(config_of(source)).tensors("")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, LayoutMismatch):
         return None
-    if not shapes:
-        return None
+    return _of_shapes(source, {name: list(shape) for name, (shape, _) in foreseen.items()} or shapes, bool(foreseen))
+
+
+def _of_shapes(source: str, shapes: Mapping[str, Sequence[int]], is_foreseen: bool) -> ModelSize:
     layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
     inner = {path: shape for path, shape in layers.items() if not _is_outer(path)}
     linear = tuple((path.rpartition(".")[2], rows, columns) for path, (rows, columns) in inner.items())
     ends = [rows * columns for path, (rows, columns) in layers.items() if path not in inner]
     return ModelSize(
         parameters=sum(map(math.prod, shapes.values())), largest_end=max(ends, default=0), linear=linear,
-        **_shape(source),
+        norms_heads=any(path.endswith(".q_norm.weight") for path in shapes), tied=len(ends) == 1,
+        is_foreseen=is_foreseen, **_shape(source),
     )  # fmt: skip
 
 
@@ -124,13 +151,15 @@ def _shape(source: str) -> dict[str, int]:
         layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])
         heads = int(config["num_attention_heads"])
         each = int(config.get("head_dim") or width // heads)
-        heads = int(config.get("num_key_value_heads") or heads)
+        kept = int(config.get("num_key_value_heads") or heads)
         context = int(config.get("max_position_embeddings") or 0)
+        experts = int(config.get("num_experts_per_tok") or 1)
+        inner = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * width) * experts
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return {}
     return {
-        "layers": layers, "width": width, "cache_elements": 2 * layers * heads * each, "key_value_heads": heads,
-        "context": context,
+        "layers": layers, "width": width, "cache_elements": 2 * layers * kept * each, "key_value_heads": kept,
+        "context": context, "query_width": heads * each, "inner": inner,
     }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from dataflow.planning.gpu_groups import explain as explain_turns
 from dataflow.planning.host_lines import host_lines, spread_line
 from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import digest
-from dataflow.planning.memory_need import check_fit, need_of
+from dataflow.planning.memory_need import asleep_bytes, check_fit, need_of
 from dataflow.planning.mirrors import mirror_lines, mirrored, readers_beside
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place, read_place
@@ -277,11 +277,12 @@ def plan(
                 f"{nearest(name, graph.operators)}; name one of these"
             )
     counts, turns = count_gpus(gpus, devices), groups_of(graph, gpus)
-    parts = _parts(graph, counts, replicas, ranks, sizes, one_process)
+    parts = _parts(graph, counts, replicas, ranks, sizes, one_process, turns)
     neighbours = neighbours_of(graph, workers_of(graph))
     placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
     check_ports(placements)
-    check_fit(_needs(placements, turns), devices.room)
+    asleep = _asleep(graph, placements, turns, sizes)
+    check_fit([*_needs(placements, turns), *asleep], devices.room)
     made = Plan(
         placements=placements, bounds=bounds_of(graph, steps), on_demand=_on_demand(graph), devices=devices,
         scale=scale, weights=weights, weight_paths=mirrored(weight_paths(
@@ -307,17 +308,26 @@ def _parts(
     ranks: Mapping[str, int],
     sizes: Mapping[str, ModelSize],
     one_process: bool,
+    turns: Sequence[Group],
 ) -> dict[str, NodeNeeds]:
     """How often each node runs, as how many ranks, and what each needs."""
     parts: dict[str, NodeNeeds] = {}
     for name, operator in graph.operators.items():
         if not operator.computes and name in gpus:
             raise GraphError(f"'{name}' is given {gpus[name]} GPUs, but it uses no device; leave it out")
-        model = operator.uses
-        each = ranks_of(operator, gpus.get(name, 0), ranks.get(name), one_process)
+    shares = {
+        name: ranks_of(operator, gpus.get(name, 0), ranks.get(name), one_process)
+        for name, operator in graph.operators.items()
+    }
+    trainers = {feedback.reader.name: feedback.weights.trainer.name for feedback in graph.feedbacks}
+    for name, operator in graph.operators.items():
+        model, each = operator.uses, shares[name]
         count = gpus[name] // each if name in gpus else replicas.get(name, 1)
         check_replicas(operator, count)
-        need = need_of(graph, operator, sizes.get(model.source) if model else None, each)
+        need = need_of(
+            graph, operator, sizes.get(model.source) if model else None, each, on_gpu=name in gpus,
+            in_turn=any(name in group for group in turns), trainer_ranks=shares.get(trainers.get(name, ""), 1),
+        )  # fmt: skip
         parts[name] = NodeNeeds(
             replicas=count, ranks=each, gpus=gpus.get(name, 0), need=need, may_spread=isinstance(operator, Spreads),
             tensor_parallel=operator.traits.tensor_parallel, dp_replicate=operator.traits.dp_replicate,
@@ -335,6 +345,19 @@ def _needs(placements: Mapping[str, Placement], turns: Sequence[Group]) -> list[
         for each in placements.values() if each.need is not None
         for replica in range(each.replicas) for rank in range(each.ranks)
     ])  # fmt: skip
+
+
+def _asleep(
+    graph: Structure, placements: Mapping[str, Placement], turns: Sequence[Group], sizes: Mapping[str, ModelSize]
+) -> list[tuple[str, Spot, Need]]:
+    """Of nodes that take turns on accelerators: what is put away into main memory, on the host of each."""
+    found = []
+    for name in (name for group in turns for name in group if placements[name].gpus):
+        operator, placement = graph.operators[name], placements[name]
+        size = sizes.get(operator.uses.source) if operator.uses else None
+        if nbytes := asleep_bytes(graph, operator, size, placement.ranks):
+            found.append((name, (placement.host(0), "cpu"), Need({"while others have their turn": nbytes})))
+    return found
 
 
 def _check_scale(graph: Structure, made: Plan, one_process: bool) -> None:

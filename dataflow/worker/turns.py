@@ -9,23 +9,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from dataflow.errors import DeadlineError
+from dataflow.rules.turn import decide
 from dataflow.system.byte_locks import ByteLocks
 
 _LOOK_S = 0.01
-
-
-def decide(*, awake: bool, wants: bool, wanted: bool) -> Literal["take", "give", "stay"]:
-    """What a node does about the turn. wants: it has work that needs the devices; wanted: another node has.
-
-    Nobody gives the turn up before its work is done, so that memory moves once for each turn; nor before another one
-    asks for it, as there may be more work by then.
-    """
-    if awake:
-        return "give" if wanted and not wants else "stay"
-    return "take" if wants else "stay"
 
 
 class Sleeper(Protocol):

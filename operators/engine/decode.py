@@ -94,7 +94,8 @@ class Engine:
         self._checked = torch.from_numpy(self._ends).to(self.device, copy=True)
         self._watched: dict[int, StopStrings] = {}
         self._watch(stop)
-        budget = default_budget(self.device) if cache_bytes is None else cache_bytes
+        weights = sum(weight.nbytes for weight in model.parameters())
+        budget = default_budget(self.device, weights) if cache_bytes is None else cache_bytes
         most = page_count(slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=budget)
         self.pages = Pages(most)
         self.cache = KVCache(self.pages.count)

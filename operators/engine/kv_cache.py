@@ -85,10 +85,12 @@ def page_count(*, slots: int, context_tokens: int, token_bytes: int, budget: int
     return min(affordable, slots * each)
 
 
-def default_budget(device: torch.device) -> int:
-    """Bytes the cache may take when nobody says: a share of what is free on the device now."""
+def default_budget(device: torch.device, weights: int) -> int:
+    """Bytes the cache may take when nobody says: a share of what is free on the device now.
+
+    weights: bytes of the model, of which a second version arrives on a GPU beside the one that is computed with."""
     if device.type == "cuda":
-        return int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+        return int(GPU_SHARE * max(0, torch.cuda.mem_get_info(device)[0] - weights))
     return int(CPU_SHARE * psutil.virtual_memory().available)
 
 

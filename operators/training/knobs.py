@@ -109,8 +109,8 @@ class TrainerKnobs(Learn):
         return Traits(
             tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate, temperature=self.temperature,
             queue_prompts=self.queue_prompts, micro_batch_tokens=self.micro_batch_tokens,
-            gradient_checkpointing=self.gradient_checkpointing, sleeps=True,
-            copies_weights=self.offload or self.copy_weights,
+            gradient_checkpointing=self.gradient_checkpointing, compiled=self.compile, offloads=self.offload,
+            sleeps=True, copies_weights=self.offload or self.copy_weights,
             compares_logprobs=LOGPROBS in self.loss_function.columns,
         )  # fmt: skip
 

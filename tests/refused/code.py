@@ -33,7 +33,7 @@ PARTS = {
     "References, judges and values": ("operators/forward_pass/knobs.py", "operators/forward_pass/build.py"),
 }  # fmt: skip
 """Where graphs, plans, knobs and models are refused, by heading of the page."""
-RAISED = ("GraphError", "GGUFError", "ModelError")
+RAISED = ("GraphError", "DoesNotFit", "GGUFError", "ModelError")
 BLANK = "…"
 """What stands where a message names something."""
 

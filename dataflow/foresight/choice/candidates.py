@@ -17,6 +17,7 @@ from dataflow.foresight.rates import ASSUMED, Rates
 from dataflow.foresight.workload import Workload
 from dataflow.graph import Graph
 from dataflow.node import Generate, Learn, Operator
+from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices, Host
 
 MOST = 1000
@@ -33,6 +34,8 @@ class Candidate:
 
     gpus: Mapping[str, int] = field(default_factory=dict)
     """Accelerators by node; none on cores."""
+    in_turn: tuple[str, ...] = ()
+    """Nodes that take turns on the accelerators of the first, which alone has a number; none: each has its own."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -47,9 +50,18 @@ class Candidate:
     """Hosts by node, where it matters on which it is."""
 
     @property
+    def wishes(self) -> Wishes:
+        """As `plan` has them."""
+        return {**self.gpus, **dict.fromkeys(self.in_turn[1:], *self.in_turn[:1])}
+
+    def count(self, node: str) -> int:
+        """Accelerators of a node, its own or those that it shares; 0: it has none."""
+        return self.gpus.get(self.in_turn[0] if node in self.in_turn else node, 0)
+
+    @property
     def setting(self) -> str:
         """What it has in common with those that deal the same devices out otherwise."""
-        return repr((sorted(self.knobs.items()), self.kinds, self.trains_on))
+        return repr((sorted(self.knobs.items()), self.kinds, self.trains_on, bool(self.in_turn)))
 
     @property
     def declared(self) -> str:
@@ -73,7 +85,7 @@ class Candidate:
             counts = {kind: sum(each.gpus for each in devices.hosts if each.kind == kind) for kind in self.kinds}
             found.append("--foresee " + "+".join(f"{count}x{kind}" for kind, count in counts.items()))
         for flag in ("gpus", "replicas", "ranks"):
-            if wishes := getattr(self, flag):
+            if wishes := self.wishes if flag == "gpus" else getattr(self, flag):
                 found.append(f"--{flag} " + ",".join(f"{node}={count}" for node, count in wishes.items()))
         if self.place:
             found.append("--place " + ",".join(f"{node}={'+'.join(hosts)}" for node, hosts in self.place.items()))
@@ -172,7 +184,7 @@ def _on_gpus(
     each_way = max(4, min(SPLITS, most // (len(ways) * max(1, len(totals))))) if knobs else SPLITS
     hosts = [host for host in devices.hosts if host.gpus and trains_on in ("", host.kind)]
     seated = cache(lambda ranks: seats(hosts, ranks))
-    return [
+    apart = [
         Candidate(
             gpus={generator.name: makes, trainer.name: total - makes, **others}, knobs=way, kinds=kinds,
             learner=learner(total - makes), trains_on=trains_on,
@@ -184,6 +196,18 @@ def _on_gpus(
             1 if knobs else trainer.traits.tensor_parallel * trainer.traits.dp_replicate, each_way,
             lambda ranks: bool(seated(ranks)),
         )
+    ]  # fmt: skip
+    sharing = (generator.name, trainer.name, *others)
+    most_shared = max((host.gpus for host in hosts), default=0)  # the turn is on one host
+    return apart + [
+        Candidate(
+            gpus={generator.name: total}, in_turn=sharing, knobs=way, kinds=kinds, learner=learner(total),
+            trains_on=trains_on,
+        )
+        for way in ways for total in dict.fromkeys([devices.gpus, *totals] if not idle else [1, *totals])
+        if total <= most_shared and not trains_on
+        and total % way.get("tensor_parallel", generator.traits.tensor_parallel) == 0
+        and total % (1 if knobs else trainer.traits.tensor_parallel * trainer.traits.dp_replicate) == 0
     ]  # fmt: skip
 
 

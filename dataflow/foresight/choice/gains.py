@@ -84,7 +84,7 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
     unit = generator.traits.tensor_parallel
     for knobs in tried:
         ranks = knobs.get("tensor_parallel", unit)
-        if candidate.gpus and candidate.gpus[generator.name] % ranks:
+        if candidate.gpus and candidate.count(generator.name) % ranks:
             continue
         yield from _with(now, generator, knobs)
     if trainer.traits.gradient_checkpointing:
@@ -94,6 +94,15 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
         yield replace(
             now, text="one more replica of the generator",
             candidate=replace(candidate, replicas={**candidate.replicas, generator.name: more}),
+        )  # fmt: skip
+        return
+    if candidate.in_turn:
+        alone = candidate.count(generator.name)
+        gpus = {**candidate.gpus, **dict.fromkeys(candidate.in_turn[1:], alone)}
+        more = alone * (len(candidate.in_turn) - 1)
+        yield replace(
+            now, text=f"devices of its own for each ({more} more)", devices=more_of(devices, more),
+            candidate=replace(candidate, gpus=gpus, in_turn=()),
         )  # fmt: skip
         return
     for each, count, what in (

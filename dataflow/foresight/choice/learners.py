@@ -12,7 +12,7 @@ from dataflow.foresight.counts import counts_of, decoder_of
 from dataflow.foresight.foresee import size_of
 from dataflow.foresight.rates import Rates
 from dataflow.foresight.sharding import waits_s
-from dataflow.foresight.training import BACKWARD, Learners
+from dataflow.foresight.training import Learners
 from dataflow.foresight.workload import Workload
 from dataflow.graph import Graph
 from dataflow.node import Learn, Operator
@@ -89,16 +89,17 @@ def best_learner(
     kind = min((device_kind(host.kind) for host in hosts), key=lambda each: each.rate("bfloat16"))
     room = min(host.gpu_memory_bytes for host in hosts)
     model, best, least = counts_of(trainer.uses.source), ways[0], float("inf")
+    size = size_of(trainer.uses.source)
     for way in ways:
         made: Any = dataclasses.replace(trainer, **way)
         traits = made.traits
         if ranks % (traits.tensor_parallel * traits.dp_replicate):
             continue
-        need = need_of(graph, made, size_of(model), ranks)
+        need = need_of(graph, made, size, ranks, on_gpu=True)
         if need is not None and need.total > room:
             continue
         taken = Learners(model=model, kind=kind, ranks=ranks, tensor_parallel=traits.tensor_parallel)
-        forward = 1.0 + BACKWARD + traits.gradient_checkpointing
+        forward = taken.forward + traits.gradient_checkpointing
         passes = taken.passes(step.rollouts, step.tokens, forward=forward, sequences=step.rollouts).seconds(step.rates)
         seconds = passes + waits_s(
             taken, traits.dp_replicate, step.rates, tokens=step.rollouts * step.tokens,

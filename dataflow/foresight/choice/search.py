@@ -11,15 +11,15 @@ from typing import Any
 
 from dataflow.errors import GraphError
 from dataflow.foresight.choice.candidates import Candidate, candidates
-from dataflow.foresight.counts import counts_of
 from dataflow.foresight.foresee import Foreseen, foresee, foreseen_on, ground_of, only, size_of
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
 from dataflow.foresight.scenarios import Foreground
 from dataflow.foresight.workload import Workload
 from dataflow.graph import Graph
 from dataflow.node import Generate, Learn, Operator
+from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
-from dataflow.planning.memory_need import need_of
+from dataflow.planning.memory_need import DoesNotFit, need_of
 
 BEST = 10
 """Ways that are told of."""
@@ -51,9 +51,9 @@ class Way:
     """How one asks for it."""
 
     @property
-    def gpus(self) -> Mapping[str, int]:
-        """Accelerators by node."""
-        return self.candidate.gpus
+    def gpus(self) -> Wishes:
+        """Accelerators by node, as `plan` has them."""
+        return self.candidate.wishes
 
     @property
     def processes(self) -> int:
@@ -131,7 +131,6 @@ def choose(
 
     found: list[tuple[tuple[float, float], int, Candidate, Foreground]] = []
     refused: Counter[str] = Counter()
-    to_blame: Candidate | None = None
     swapped: dict[str, Graph | GraphError] = {}
     lacks_memory = LacksMemory()
     tried = candidates(
@@ -145,16 +144,13 @@ def choose(
             ground = _ground(placed, candidate, devices, **how)
             made = foreseen_on(ground, steps=steps, simulated=False)
         except GraphError as error:
-            to_blame = candidate if to_blame is None or not candidate.knobs else to_blame
             refused[reason(str(error))] += 1
             continue
         found.append((objective.of(made), number, candidate, ground))
     if not found:
-        if to_blame is not None:
-            foreseen_of(_placed(graph, to_blame, swapped), to_blame, devices, simulated=False, **how)
+        _blame(graph, tried, devices, **how)
         raise GraphError(
-            f"devices are too few for a trainer and a generator with devices of their own; found {devices.gpus}; name "
-            f"more, as in 16xH100"
+            f"devices are too few for trainer and generator; found {devices.gpus}; name more, as in 16xH100"
         )
     found.sort(key=lambda each: each[:2])
     taken = _promising([each[2] for each in found], all_of=not devices.gpus)
@@ -177,6 +173,19 @@ def choose(
     )  # fmt: skip
 
 
+def _blame(graph: Graph, tried: Sequence[Candidate], devices: Devices, **how: Any) -> None:
+    """Raise why no way is accepted: that of the declared ways which lacks least memory, else that of the last one."""
+    errors: list[GraphError] = []
+    for candidate in [each for each in tried if not each.knobs] or tried:
+        try:
+            foreseen_of(candidate.placed(graph), candidate, devices, simulated=False, **how)
+        except GraphError as error:
+            errors.append(error)
+    if errors:
+        lacking = [each for each in errors if isinstance(each, DoesNotFit)]
+        raise min(lacking, key=lambda each: each.missing) if lacking else errors[-1]
+
+
 def ranked(ways: Sequence[Way], objective: Objective, alike: float) -> list[Way]:
     """The best first; of those that are as good as the best, the one with the fewest processes, of these the best."""
     found = sorted(ways, key=lambda way: objective.of(way.foreseen))
@@ -188,7 +197,7 @@ def ranked(ways: Sequence[Way], objective: Objective, alike: float) -> list[Way]
 def _ground(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> Foreground:
     """As `foreseen_of`, before anything is counted."""
     return ground_of(
-        graph, candidate.on(devices), gpus=candidate.gpus or None, replicas=candidate.replicas, ranks=candidate.ranks,
+        graph, candidate.on(devices), gpus=candidate.wishes or None, replicas=candidate.replicas, ranks=candidate.ranks,
         place=candidate.place or None, **how,
     )  # fmt: skip
 
@@ -198,7 +207,7 @@ class LacksMemory:
     be refused takes a while."""
 
     def __init__(self) -> None:
-        self._needs: dict[tuple[str, str, int], int] = {}
+        self._needs: dict[tuple[str, str, int, bool], int] = {}
 
     def __call__(self, graph: Graph, candidate: Candidate, devices: Devices) -> bool:
         """Whether generator or trainer lacks it. graph: with the candidate's knobs."""
@@ -208,14 +217,15 @@ class LacksMemory:
         generator = only(graph, Generate)
         trainer = only(graph, Learn)
         return any(
-            self._need(graph, each, candidate.declared, ranks) > max(rooms)
-            for each, ranks in ((generator, generator.traits.tensor_parallel), (trainer, candidate.gpus[trainer.name]))
+            self._need(graph, each, candidate, ranks) > max(rooms)
+            for each, ranks in ((generator, generator.traits.tensor_parallel), (trainer, candidate.count(trainer.name)))
         )
 
-    def _need(self, graph: Graph, operator: Operator, declared: str, ranks: int) -> int:
-        key = (operator.name, declared, ranks)
+    def _need(self, graph: Graph, operator: Operator, candidate: Candidate, ranks: int) -> int:
+        in_turn = operator.name in candidate.in_turn
+        key = (operator.name, candidate.declared, ranks, in_turn)
         if key not in self._needs and operator.uses is not None:
-            need = need_of(graph, operator, size_of(counts_of(operator.uses.source)), ranks)
+            need = need_of(graph, operator, size_of(operator.uses.source), ranks, on_gpu=True, in_turn=in_turn)
             self._needs[key] = need.total if need is not None else 0
         return self._needs.get(key, 0)
 
@@ -223,7 +233,7 @@ class LacksMemory:
 def foreseen_of(graph: Graph, candidate: Candidate, devices: Devices, **how: object) -> Foreseen:
     """What a candidate takes; graph: with its knobs."""
     return foresee(
-        graph, candidate.on(devices), gpus=candidate.gpus or None, replicas=candidate.replicas, ranks=candidate.ranks,
+        graph, candidate.on(devices), gpus=candidate.wishes or None, replicas=candidate.replicas, ranks=candidate.ranks,
         place=candidate.place or None, **how,  # type: ignore[arg-type]
     )  # fmt: skip
 

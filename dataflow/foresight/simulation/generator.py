@@ -13,13 +13,14 @@ from dataflow.foresight.simulation.clock import Clock, Event
 from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import GeneratorCosts, Scenario
 from dataflow.foresight.simulation.stretch import Ending, Stretch, carried_on, turns_of
+from dataflow.foresight.simulation.turns import SimulatedTurns
 from dataflow.foresight.simulation.usage import Usage
 from dataflow.rules.admission import Admission
 from dataflow.rules.leave import LINGER_STEPS, enough, leaves
 from dataflow.rules.room import starts
 from dataflow.staleness import Bound
 
-SOURCE = "prompts"
+SOURCE, NODE = "prompts", "generator"
 
 
 class SimulatedReplica:
@@ -31,9 +32,11 @@ class SimulatedReplica:
     def __init__(
         self, scenario: Scenario, costs: GeneratorCosts, clock: Clock, bound: Bound, lengths: Iterator[int],
         usage: Usage, out: Callable[[list[SimulatedGroup]], None], dropped: Callable[[], int],
+        shared: SimulatedTurns,
     ) -> None:  # fmt: skip
         """lengths: of completions in strides, without end. out: takes groups that are complete; dropped: how many
-        were given up."""
+        were given up. shared: turns on its devices."""
+        self._shared = shared
         self._scenario, self._clock, self._lengths, self._usage = scenario, clock, lengths, usage
         self._costs = costs
         self._out, self._dropped = out, dropped
@@ -98,6 +101,17 @@ class SimulatedReplica:
             self._go_on()
         else:
             self._stop_early(under_way, wanted)
+
+    def wants(self) -> bool:
+        """Whether rollouts are under way, or may start."""
+        return bool(
+            self._ends or self._back or self.admission.has_due(max(self.version, self._offered), self._dropped())
+        )
+
+    def go_on(self) -> None:
+        """Its devices are its own now."""
+        if self._alive and self._event is None:
+            self._go_on()
 
     def fail(self) -> list[SimulatedGroup]:
         """Lose all rollouts; their groups."""
@@ -166,6 +180,8 @@ class SimulatedReplica:
         return wanted > 0 and starts(min(wanted, free), wanted, idle=ended == len(self._ends), slots=self._slots)
 
     def _go_on(self) -> None:
+        if not self._shared.has(NODE):
+            return
         costs, stride = self._costs, self._scenario.stride
         if self._offered > self.version:
             self.version = self._offered
@@ -174,6 +190,7 @@ class SimulatedReplica:
         if not self._ends:
             if self._complete:
                 self._send()
+            self._shared.look()
             return
         wanted = self._wanted()
         self._stretches = carried_on(

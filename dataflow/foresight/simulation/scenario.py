@@ -109,6 +109,9 @@ class Scenario:
     """Decode steps that are looked at together: lengths are rounded to multiples of it."""
     hop_s: float = 0.0
     """From one operator to the next."""
+    moves_s: Mapping[str, float] = field(default_factory=dict)
+    """Of nodes that take turns on shared devices ("generator", "trainer", a scorer's name): seconds in which memory
+    comes and goes, once for each turn."""
     processors: Processors = field(default_factory=Processors)
     failures: Failures = field(default_factory=Failures)
     seed: int = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataflow.foresight.simulation.clock import Clock
 from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import ScorerCosts
+from dataflow.foresight.simulation.turns import SimulatedTurns
 from dataflow.foresight.simulation.usage import Usage
 
 
@@ -17,9 +18,12 @@ class SimulatedScorer:
     def __init__(
         self, costs: ScorerCosts, rows: int, clock: Clock, usage: Usage,
         out: Callable[[Sequence[SimulatedGroup]], None],
-        *, shared: bool,
+        turns: SimulatedTurns, node: str, *, shared: bool,
     ) -> None:  # fmt: skip
-        """rows: of a group. shared: whether it computes on the processors that others share."""
+        """rows: of a group. turns: on devices that `node` shares. shared: whether it computes on the processors that
+        others share."""
+        self._turns, self._node = turns, node
+        turns.join(node, lambda: bool(self._queue), self._begin)
         self._costs, self._rows, self._clock, self._usage, self._out = costs, rows, clock, usage, out
         self._shared = shared
         self._queue: deque[SimulatedGroup] = deque()
@@ -53,6 +57,8 @@ class SimulatedScorer:
         self._out([group])
 
     def _begin(self) -> None:
+        if not self._turns.has(self._node):
+            return
         self._is_busy = True
         self._usage.begins()
         seconds = self._rows * self._costs.row_s / self._costs.at_once
@@ -65,3 +71,5 @@ class SimulatedScorer:
         if self._queue:
             self._begin()
         self._out([group])
+        if not self._queue:
+            self._turns.look()

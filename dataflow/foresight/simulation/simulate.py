@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 from dataflow.errors import GraphError
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.simulation.clock import Clock
+from dataflow.foresight.simulation.generator import NODE as GENERATOR
 from dataflow.foresight.simulation.generator import SimulatedReplica
 from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import Scenario
 from dataflow.foresight.simulation.scoring import SimulatedScorer
+from dataflow.foresight.simulation.trainer import NODE as TRAINER
 from dataflow.foresight.simulation.trainer import SimulatedTrainer
+from dataflow.foresight.simulation.turns import SimulatedTurns
 from dataflow.foresight.simulation.usage import Usage
 from dataflow.rules.issue import issue_until
 from dataflow.staleness import Bound, capacity
@@ -85,18 +88,22 @@ class _World:
         per_step, ahead = scenario.prompts_per_step, scenario.max_staleness
         bound = Bound(max_staleness=ahead, prompts_per_step=per_step)  # no end: it is a stretch of a longer run
         self._usage: dict[str, Usage] = {}
+        self._turns = SimulatedTurns(clock, scenario.moves_s)
         lengths = _drawn(scenario.lengths, scenario.stride, self._random)
         self._replicas = [
             SimulatedReplica(
                 scenario, scenario.costs_of(number), clock, bound, lengths,
                 self._used(_name("generator", number, scenario.replicas)), self._pass_on, lambda: self._told,
+                self._turns,
             )
             for number in range(scenario.replicas)
         ]  # fmt: skip
         self._first = counted_from(scenario.steps, ahead)
         self._trainer = SimulatedTrainer(
-            scenario, clock, self._used("trainer"), self._publish, self._settle, first=self._first
+            scenario, clock, self._used("trainer"), self._publish, self._settle, self._turns, first=self._first
         )  # fmt: skip
+        self._turns.join(GENERATOR, lambda: any(each.wants() for each in self._replicas), self._generate)
+        self._turns.join(TRAINER, self._trainer.wants, self._trainer.go_on)
         self._hops: list[int] = []
         """Before each of these scorers, and before the trainer: those that take no time are hops alone."""
         self._scorers = self._chain()
@@ -162,7 +169,7 @@ class _World:
             hops = 1
             found.append(SimulatedScorer(
                 costs, self._scenario.group_size, self._clock, usage, partial(self._pass_on, to=len(found) + 1),
-                shared=bool(self._scenario.generator.shared),
+                self._turns, name, shared=bool(self._scenario.generator.shared),
             ))  # fmt: skip
         self._hops.append(hops)
         return found
@@ -202,6 +209,10 @@ class _World:
         self._trainer.push([
             (group, self._dropping > 0 and self._random.random() < self._dropping) for group in groups
         ])  # fmt: skip
+
+    def _generate(self) -> None:
+        for replica in self._replicas:
+            replica.go_on()
 
     def _publish(self, version: int) -> None:
         for replica in self._replicas:

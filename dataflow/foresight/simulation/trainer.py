@@ -10,11 +10,14 @@ import numpy as np
 from dataflow.foresight.simulation.clock import Clock, Event
 from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import Scenario
+from dataflow.foresight.simulation.turns import SimulatedTurns
 from dataflow.foresight.simulation.usage import Usage
 from dataflow.foresight.training import LAST
 from dataflow.rules.reorder_buffer import InOrder
 from dataflow.rules.room import queue_prompts, row_room
 from dataflow.staleness import sweep
+
+NODE = "trainer"
 
 
 class SimulatedTrainer:
@@ -22,11 +25,11 @@ class SimulatedTrainer:
 
     def __init__(
         self, scenario: Scenario, clock: Clock, usage: Usage, published: Callable[[int], None],
-        ended: Callable[[list[SimulatedGroup]], None], *, first: int = 0,
+        ended: Callable[[list[SimulatedGroup]], None], shared: SimulatedTurns, *, first: int = 0,
     ) -> None:  # fmt: skip
-        """first: steps after which staleness is counted. published: told of a version that is there now; ended: of
-        groups that have an outcome."""
-        self._scenario, self._clock, self._usage = scenario, clock, usage
+        """shared: turns on its devices. first: steps after which staleness is counted. published: told of a version
+        that is there now; ended: of groups that have an outcome."""
+        self._scenario, self._clock, self._usage, self._shared = scenario, clock, usage, shared
         self._published, self._ended, self._first = published, ended, first
         self._queue: InOrder[tuple[SimulatedGroup, bool]] = InOrder()
         self._arrivals: deque[tuple[SimulatedGroup, bool]] = deque()
@@ -58,6 +61,7 @@ class SimulatedTrainer:
         while len(self._groups) < scenario.prompts_per_step:
             found = self._queue.take()
             if found is None:
+                self._shared.look()
                 return
             self._let_in()
             group, drop = found
@@ -70,12 +74,18 @@ class SimulatedTrainer:
                 self._ended([group])
             else:
                 self._groups.append(group)
+        if not self._shared.has(NODE):
+            return
         costs, size = scenario.trainer, scenario.group_size
         rollouts = size * len(self._groups)
         tokens = sum(group.tokens + scenario.prompt_tokens for group in self._groups) - LAST * rollouts
         seconds = costs.step_s + costs.rollout_s * rollouts + costs.token_s * tokens
         self._usage.begins()
         self._event = self._clock.after(seconds, self._made, shared=costs.shared)
+
+    def wants(self) -> bool:
+        """Whether it makes a step, or has all groups of one."""
+        return self._event is not None or len(self._groups) == self._scenario.prompts_per_step
 
     def fail(self) -> None:
         """Lose the step under way; its groups are trained again."""

@@ -57,7 +57,7 @@ def make_member(declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh,
     own = sliced(model, functools.partial(distribute, mesh=mesh, device=device, name=model.name), loading)
     budget = declaration.cache_bytes
     if budget is None:
-        free = default_budget(device)
+        free = default_budget(device, sum(shard.local.nbytes for shard in own.shards.values()))
         budget = group.least(free // size if device.type == "cpu" else free)
     shares = Sliced(cut_rows(own.shards), group.largest, functools.partial(connect, own.module, mesh))
     budgeted = dataclasses.replace(declaration, cache_bytes=budget)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from made_models import made_model, wired
 
-from dataflow import Devices, Graph, GraphError, LoRA, Model, main
+from dataflow import Devices, Graph, GraphError, Model, main
 from dataflow.foresight.choice.candidates import Candidate, candidates, generators, splits
 from dataflow.foresight.choice.gains import Gain, changes, gains, staler, told
 from dataflow.foresight.choice.learners import deals_out
@@ -68,7 +68,7 @@ def test_candidates_are_a_thousand_at_most_and_leave_devices_unused_where_they_m
         for idle in (False, True):
             found = candidates(made, room, idle=idle)
             assert len(found) <= 1100 and len({repr(each) for each in found}) == len(found)
-            assert all(2 <= sum(each.gpus.values()) <= room.gpus for each in found)
+            assert all(1 <= sum(each.gpus.values()) <= room.gpus for each in found)
             assert any(sum(each.gpus.values()) < each.on(room).gpus for each in found) == idle
     kinds = {each.kinds for each in found}
     assert kinds == {(), ("H100",), ("L40S",)}
@@ -126,7 +126,9 @@ def test_the_least_cost_takes_fewer_devices_than_the_shortest_step_and_prices_tu
         prices = {dear: 1000.0, other: 0.01}
         won = choose(made, both, workload=SHORT, steps=6, objective=Objective(cost=True, prices=prices)).ways[0]
         assert set(won.foreseen.taken) == {other} and won.candidate.kinds == (other,)
-        assert cost_of(won.foreseen, prices) == pytest.approx(won.foreseen.step_s / 3600 * 0.01 * 2)
+        assert cost_of(won.foreseen, prices) == pytest.approx(
+            won.foreseen.step_s / 3600 * 0.01 * won.foreseen.taken[other]
+        )
 
 
 def test_ways_that_are_refused_are_counted_by_reason(model: Model, tmp_path: Path) -> None:
@@ -140,10 +142,8 @@ def test_ways_that_are_refused_are_counted_by_reason(model: Model, tmp_path: Pat
     refused = choose(graph(model, engine="vllm"), read_devices("4xH100"), workload=SHORT, steps=4)
     assert any("runs on vLLM, which does not serve" in why for why in refused.refused)
     assert all(not way.candidate.knobs for way in refused.ways)
-    with pytest.raises(GraphError, match="adapters, of which no cost is known"):
-        choose(graph(replace(model, lora=LoRA(rank=8))), read_devices("4xH100"), workload=SHORT)
-    with pytest.raises(GraphError, match="too few for a trainer and a generator .* found 1; name more"):
-        choose(graph(model), read_devices("1xH100"), workload=SHORT)
+    with pytest.raises(GraphError, match="vLLM.*|keeps its memory for as long as it runs"):
+        choose(graph(model, engine="vllm"), read_devices("1xH100"), workload=SHORT)
     row = "'trainer' needs 8 GPUs of {} in a row on one host, but 'a' has 4 of 8 GPUs of 74.5 GiB free"
     assert reason(row.format("100.2 GiB")) == "do not fit into memory" != reason(row.format("900.0 MiB"))
     assert reason("'a' is given 3 GPUs; x") == reason("'b' is given 4 GPUs; y")
@@ -230,10 +230,15 @@ def test_the_command_chooses_and_says_what_would_help(
         assert text in said, text
     plain = json.loads((tmp_path / "found.json").read_text())
     assert plain["ways"][0]["step_s"] == plain["step_s"] and f"shortest step: {plain['ways'][0]['asked']}\n" in said
-    assert all(each["text"] in said for each in plain["would_help"][:2]) and plain["ways_tried"] == 8
+    assert all(each["text"] in said for each in plain["would_help"][:2]) and plain["ways_tried"] == 14
     main(build, args=[*how, "--gpus", "auto:cost", "--prices", "H100=2.5"])
     said = capsys.readouterr().out
-    for text in ("chosen for the least cost: --gpus generator=1,trainer=1", "a step costs", "all steps", "H100=2.5 an"):
+    for text in (
+        "chosen for the least cost: --gpus generator=1,trainer=generator",
+        "a step costs",
+        "all steps",
+        "H100=2.5 an",
+    ):
         assert text in said, text
     main(build, args=["--foresee", "2xcpu", "--steps", "3", "--workload", "mean=4,prompt=4", "--gpus", "auto"])
     assert "--replicas generator=" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from dataflow.foresight.generation import GeneratorReplica, generate, stragglers
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED
+from dataflow.foresight.spec import read_devices
 from dataflow.foresight.training import BACKWARD, Learners
 from transport.weights import LayoutMismatch
 from transport.weights.costs.decoder import NAMED, Decoder
@@ -81,12 +82,23 @@ def test_a_mixture_s_tensors_are_refused_and_its_counts_are_not() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("asked", "nearest"), [("h100", "H100"), ("H10", "H100"), ("L40", "L40S"), ("mi300", "MI300X")]
-)
-def test_a_kind_that_nobody_knows_is_refused_and_the_nearest_named(asked: str, nearest: str) -> None:
-    with pytest.raises(GraphError, match=f"did you mean {nearest}"):
+@pytest.mark.parametrize(("asked", "nearest"), [("H10", "H100"), ("L40", "L40S"), ("mi300", "MI300X"), ("409", "")])
+def test_a_kind_that_nobody_knows_is_refused_with_those_known_and_the_nearest(asked: str, nearest: str) -> None:
+    with pytest.raises(
+        GraphError, match=f"(did you mean {nearest}. )?those known are A100, A100-40, A10G, B200, .*RTX40"
+    ):
         device_kind(asked)
+
+
+def test_a_kind_is_known_however_its_name_is_written() -> None:
+    for kind in CATALOGUE.values():
+        dashed = kind.name.replace("RTX", "rtx_")
+        for name in (kind.name, kind.name.lower(), dashed, f"NVIDIA {kind.name}"):
+            assert device_kind(name) is kind, name
+    for name in ("4090", "RTX-4090", "GeForce RTX 4090", "rtx 4090 24GB"):
+        assert device_kind(name) is CATALOGUE["RTX4090"], name
+    assert device_kind("a100-80gb") is CATALOGUE["A100"] and device_kind("A100_40") is CATALOGUE["A100-40"]
+    assert [host.name for host in read_devices("1xa100-40+1xrtx_4090").hosts] == ["A100-40-0", "RTX4090-0"]
 
 
 def test_what_a_device_cannot_compute_in_is_refused() -> None:

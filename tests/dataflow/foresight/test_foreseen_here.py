@@ -54,6 +54,13 @@ def test_a_run_on_accelerators_is_foreseen_on_the_kind_that_they_are_called(grap
     assert slow["step_s"] > 1.5 * told["step_s"]
 
 
+def test_a_run_whose_operators_take_turns_is_foreseen_so(graph: Graph) -> None:
+    told = found(graph, 8 * [H100], gpus={"generator": 8, "trainer": "generator"})
+    by_node = {each["node"]: each for each in told["operators"]}
+    assert by_node["generator"]["devices"] == by_node["trainer"]["devices"] == "8 x H100"
+    assert told["step_s"] >= by_node["generator"]["busy_s"] + by_node["trainer"]["busy_s"]
+
+
 def test_a_run_on_cores_is_foreseen_on_them_whatever_accelerators_there_are(graph: Graph) -> None:
     told = found(graph, [], replicas={"generator": 2})
     assert told["operators"][0]["devices"] == "2 x cpu" and told["operators"][0]["replicas_x_ranks"] == "2 x 1 rank"
@@ -64,11 +71,10 @@ def test_a_run_on_cores_is_foreseen_on_them_whatever_accelerators_there_are(grap
     [
         ([], FOUR_EACH, "management library tells none of this machine's; ask with --foresee 8xH100"),
         (["NVIDIA H100 PCIe"], FOUR_EACH, "is called 'NVIDIA H100 PCIe'; the nearest kind is H100"),
-        (["NVIDIA A100-SXM4-40GB"], FOUR_EACH, "the nearest kind is A100"),
+        (["NVIDIA A100-PCIE-40GB"], FOUR_EACH, "the nearest kind is A100"),
         (["NVIDIA L40"], FOUR_EACH, "the nearest kind is L40S"),
-        (["Tesla K80"], FOUR_EACH, "those known are A100, H100"),
+        (["Tesla K80"], FOUR_EACH, "those known are A100, A100-40"),
         ([H100, "NVIDIA H200"], FOUR_EACH, "this one has H100 and H200"),
-        ([H100], {"generator": 8, "trainer": "generator"}, "operators take turns on their devices here"),
     ],
 )
 def test_accelerators_of_no_known_kind_are_refused(
@@ -81,7 +87,9 @@ def test_accelerators_of_no_known_kind_are_refused(
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        (H100, "H100"), ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA H200", "H200"), ("NVIDIA B200", "B200"),
+        (H100, "H100"), ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA A10G", "A10G"), ("NVIDIA L4", "L4"),
+        ("NVIDIA H200", "H200"), ("NVIDIA B200", "B200"),
         ("NVIDIA L40S", "L40S"), ("NVIDIA H20", "H20"), ("AMD Instinct MI300X", "MI300X"),
     ],
 )  # fmt: skip

@@ -2,6 +2,9 @@
 
 import ctypes
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,10 @@ import pytest
 from dataflow import Graph, GraphError, Model
 from dataflow.model import LoRA
 from dataflow.model_files import start_fault
+from dataflow.planning.activations import Passes
 from dataflow.planning.hosts import Devices
-from dataflow.planning.memory_need import check_fit
-from dataflow.planning.model_size import ModelSize, measure_models
+from dataflow.planning.memory_need import check_fit, need_of
+from dataflow.planning.model_size import ModelSize, measure_models, measured
 from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan, plan
 from dataflow.system.gpu_memory import gpu_memory, gpu_names
@@ -20,7 +24,7 @@ from operators import Generator, Logprobs, Prompts, Trainer
 GIB = 1 << 30
 SIZE = ModelSize(
     parameters=1 << 30, largest_end=1 << 27, linear=(("q_proj", 1 << 14, 1 << 14),) * 3, layers=16, width=2048,
-    cache_elements=2 * 16 * 1024, key_value_heads=2, context=4096,
+    cache_elements=2 * 16 * 1024, key_value_heads=2, context=4096, query_width=2048, inner=8192,
 )  # fmt: skip
 """A model of 2 ** 30 parameters, of which 3 * 2 ** 28 are in linear layers."""
 KV = 4096 * 2 * 16 * 1024 * 2
@@ -55,13 +59,51 @@ def parts(made: Plan, node: str) -> dict[str, int]:
 ONE_EACH = {"generator": 1, "trainer": 1}
 
 
-def test_a_trainer_needs_weights_gradients_moments_and_activations() -> None:
+def test_a_trainer_needs_weights_gradients_moments_and_what_its_passes_keep() -> None:
     made = planned(80, ONE_EACH)
-    tokens = 2 * 4 * 512
-    assert parts(made, "trainer") == {
-        "weights": 4 * GIB, "gradients": 4 * GIB, "optimiser": 8 * GIB, "activations": tokens * 16 * 2048 * 16 * 2,
-    }  # fmt: skip
+    found = parts(made, "trainer")
+    assert found["weights"] == found["gradients"] == 4 * GIB and found["optimiser"] == 8 * GIB
+    assert found["version on its way"] == 2 * GIB, "in the memory of the trainer's device"
+    kept = Passes(size=SIZE, wide=False, masters=True).at_most(2 * 4 * 512)
+    assert found["activations"] == kept - found["gradients"], "a step of one micro-batch"
     assert parts(made, "generator") == {"weights": 2 * GIB, "KV-cache": KV}
+
+
+def test_more_tokens_widths_and_trained_weights_keep_more_and_knobs_that_spare_keep_less() -> None:
+    base = Passes(size=SIZE, wide=False, masters=True)
+    for more in (
+        replace(base, size=replace(SIZE, width=4096)), replace(base, size=replace(SIZE, inner=9000)),
+        replace(base, size=replace(SIZE, query_width=4096)), replace(base, size=replace(SIZE, norms_heads=True)),
+        replace(base, wide=True),
+    ):  # fmt: skip
+        assert more.at_most(4096) > base.at_most(4096) and more.of_layer > base.of_layer
+    spare = [replace(base, checkpointed=True), replace(base, compiled=True), replace(base, masters=False),
+             replace(base, masters=False, trains=False, rank=16), replace(base, shares=2)]  # fmt: skip
+    for each in (base, *spare):
+        assert each.at_most(2048) < each.at_most(4096)
+    assert all(each.at_most(4096) < base.at_most(4096) for each in spare)
+    assert base.one_layer(4096) < base.at_most(4096) / 8
+
+
+@pytest.mark.parametrize(
+    ("knobs", "gib"), [({}, 54.7), ({"compile": True}, 42.4), ({"gradient_checkpointing": True}, 27.1)]
+)
+def test_a_trainer_needs_what_it_took_on_an_h200(tmp_path: Path, knobs: dict[str, bool], gib: float) -> None:
+    """Peak memory in docs/figures.md: Qwen3-1.7B, four rollouts of 2,048 tokens in one micro-batch."""
+    policy = tmp_path / "qwen3-1.7b"
+    policy.mkdir()
+    (policy / "config.json").write_text(json.dumps({
+        "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True,
+    }))  # fmt: skip
+    graph, model = Graph("bench"), Model(str(policy), dtype="bfloat16")
+    generator = Generator(model, group_size=4, max_tokens=2048)
+    trainer = Trainer(model, prompts_per_step=1, micro_batch_tokens=8192, **knobs)
+    trainer(_scored(generator(graph.source(Prompts([{"prompt": "a"}])))))
+    size = measured(model.source)
+    assert size is not None and size.is_foreseen and size.parameters == 1_720_574_976
+    need = need_of(graph, trainer, size, 1, on_gpu=True)
+    assert need is not None and need.total / GIB == pytest.approx(gib, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +112,6 @@ def test_a_trainer_needs_weights_gradients_moments_and_activations() -> None:
         ({}, {"generator": 1, "trainer": 4}, "trainer", {"weights": GIB, "gradients": GIB, "optimiser": 2 * GIB}),
         ({"dp_replicate": 2}, {"generator": 1, "trainer": 4}, "trainer",
          {"weights": 2 * GIB, "gradients": 2 * GIB, "optimiser": 4 * GIB}),
-        ({"gradient_checkpointing": True}, ONE_EACH, "trainer", {"activations": 4096 * 16 * 2048 * 2}),
-        ({"micro_batch_tokens": 1024}, ONE_EACH, "trainer", {"activations": 1024 * 16 * 2048 * 16 * 2}),
         ({"lora": LoRA(16)}, ONE_EACH, "trainer",
          {"weights": 2 * GIB, "gradients": 4 * 3 * 16 * (2 << 14), "optimiser": 8 * 3 * 16 * (2 << 14)}),
         ({"lora": LoRA(16)}, ONE_EACH, "generator", {"weights": 2 * GIB, "adapted layers": 2 * (3 << 28)}),
@@ -92,29 +132,42 @@ def test_knobs_change_what_they_are_for(knobs: Any, gpus: Any, node: str, wanted
 
 def test_what_does_not_fit_is_refused_with_the_sum_and_its_parts() -> None:
     wanted = (
-        r"does not fit into the memory of gpu 1: it needs at least 20\.0 GiB of 18\.0 GiB; found 'trainer-0' 20\.0 GiB "
-        r"\(weights 4\.0 GiB, gradients 4\.0 GiB, optimiser 8\.0 GiB, activations 4\.0 GiB\); give it more.*lora"
+        r"does not fit into the memory of gpu 1: it needs at least ([0-9.]+) GiB of 18\.0 GiB; found "
+        r"'trainer-0' \1 GiB \(weights 4\.0 GiB, gradients 4\.0 GiB, optimiser 8\.0 GiB, activations .* GiB\); "
+        r"give it more.*lora"
     )
     with pytest.raises(GraphError, match=wanted):
         planned(18, ONE_EACH)
-    assert planned(21, ONE_EACH)
+    assert planned(33, ONE_EACH)
 
 
 def test_of_those_that_take_turns_on_a_device_the_larger_one_has_to_fit() -> None:
     shared = {"generator": 1, "trainer": "generator"}
-    with pytest.raises(GraphError, match=r"gpu 0: .* 20\.0 GiB of 19\.0 GiB; found 'trainer-0' 20\.0 GiB \("):
-        planned(19, shared)
-    assert planned(21, shared)
-    with pytest.raises(GraphError, match=r"main memory: .* 20\.0 GiB of 19\.0 GiB"):
-        planned(1, {"trainer": "generator"}, main_gib=19)
-    assert planned(1, {"trainer": "generator"}, main_gib=21)
+    made = planned(80, shared, main_gib=64)
+    needs = {node: made.placements[node].memory_bytes or 0 for node in shared}
+    most = max(needs.values()) / GIB
+    assert planned(most + 0.1, shared, main_gib=64)
+    with pytest.raises(GraphError, match=r"gpu 0: .* found 'trainer-0' "):
+        planned(most - 0.1, shared, main_gib=64)
+    with pytest.raises(GraphError, match=r"main memory: .* needs at least .* of 12\.0 GiB"):
+        planned(1, {"trainer": "generator"}, main_gib=12)
+
+
+def test_who_takes_turns_on_accelerators_has_moments_elsewhere_while_it_computes_and_all_while_it_sleeps() -> None:
+    apart, shared = planned(80, ONE_EACH), {"generator": 1, "trainer": "generator"}
+    in_turn = planned(80, shared, main_gib=13)
+    spared = sum(parts(apart, "trainer").values()) - sum(parts(in_turn, "trainer").values())
+    assert spared == min(8 * GIB, parts(apart, "trainer")["activations"])
+    assert parts(in_turn, "generator")["version on its way"] == 2 * GIB, "in the trainer's memory, on the same device"
+    with pytest.raises(GraphError, match=r"main memory.* 12\.0 GiB .*'trainer' .*while others have their turn 12\.0"):
+        planned(80, shared, main_gib=11)
 
 
 def test_every_rank_has_a_device_of_its_own_and_main_memory_is_for_all() -> None:
-    assert planned(6.5, {"generator": 1, "trainer": 4}, gradient_checkpointing=True)
-    with pytest.raises(GraphError, match=r"main memory: .* 22\.2 GiB of 22\.0 GiB"):
+    assert planned(8.5, {"generator": 1, "trainer": 4}, gradient_checkpointing=True)
+    with pytest.raises(GraphError, match=r"main memory: .* of 22\.0 GiB"):
         planned(1, main_gib=22)
-    assert planned(1, main_gib=23)
+    assert planned(1, main_gib=32)
 
 
 def test_a_rank_of_a_reference_has_its_share_and_gathers_one_end_of_its_model() -> None:
@@ -139,9 +192,7 @@ def test_where_a_size_is_not_known_nothing_is_refused() -> None:
 
 def test_the_sum_is_part_of_what_a_plan_says_of_itself() -> None:
     (line,) = [line for line in planned(80, ONE_EACH).explain().splitlines() if "process of 'trainer'" in line]
-    assert line.endswith(
-        "needs at least 20.0 GiB (weights 4.0 GiB, gradients 4.0 GiB, optimiser 8.0 GiB, activations 4.0 GiB)"
-    )
+    assert re.search(r"needs at least .* GiB \(weights 4.0 GiB, gradients 4.0 GiB, optimiser 8.0 GiB, activat", line)
 
 
 def test_layers_are_measured_from_the_config_of_a_folder(policy: Any) -> None:

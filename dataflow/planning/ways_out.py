@@ -1,0 +1,152 @@
+"""What would make a plan fit that does not: knobs are tried, and named by their flags where the program has them."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from dataflow.errors import GraphError
+from dataflow.graph import Graph
+from dataflow.model import LoRA, Model
+from dataflow.node import Generate, Operator
+from dataflow.planning.hosts import Devices
+from dataflow.planning.memory_need import DoesNotFit
+from dataflow.planning.plan import Plan, plan
+
+FLAGS: ContextVar[frozenset[str]] = ContextVar("flags", default=frozenset())
+"""Names of the flags of the program that asks, as gradient_checkpointing."""
+SPARE = 0.93
+"""Of a device's memory, what a plan that is advised may take: frameworks, and holes between tensors, have the rest."""
+_LEAST_TOKENS = 1024
+"""Of a micro-batch: smaller ones keep a device waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One knob that is set otherwise."""
+
+    knob: str
+    value: Any
+    of: str
+    """The operator that has it, for people."""
+    made: Callable[[Graph], Graph]
+
+    def __str__(self) -> str:
+        """By its flag, or as it is declared."""
+        if self.knob in FLAGS.get():
+            value = "" if self.value is True or isinstance(self.value, LoRA) else f" {self.value}"
+            return f"--{self.knob.replace('_', '-')}{value}"
+        value = f"LoRA({self.value.rank})" if isinstance(self.value, LoRA) else repr(self.value)
+        return f"{self.knob}={value} of {self.of}"
+
+
+def plan_or_advise(graph: Graph, devices: Devices, **how: Any) -> Plan:
+    """As `plan`; its refusal of what does not fit says which knobs would make it fit.
+
+    how: as `plan` has it. GraphError as `plan`."""
+    try:
+        return plan(graph, devices, **how)
+    except DoesNotFit as error:
+        raise advised(error, graph, lambda changed: bool(plan(changed, roomy(devices), **how))) from None
+
+
+def advised(error: DoesNotFit, graph: Graph, fits: Callable[[Graph], bool]) -> GraphError:
+    """The same refusal, with what would mend it: the first change with which the graph fits, or the fewest together."""
+    found = ways_out(graph, fits)
+    do = f"{' and '.join(map(str, found))} would make it fit" if found else (
+        "no knob that was tried makes it fit; give it more devices or a smaller model"
+    )  # fmt: skip
+    return GraphError(f"{str(error).rpartition('; ')[0]}; {do}")
+
+
+def ways_out(graph: Graph, fits: Callable[[Graph], bool]) -> Sequence[Change] | None:
+    """The first change with which it fits; else the changes, the first ones, that do so together and are all needed;
+    None: none do."""
+    tried = list(changes(graph))
+    for change in tried:
+        if _fits([change], graph, fits):
+            return [change]
+    for count in range(2, len(tried) + 1):
+        if _fits(tried[:count], graph, fits):
+            kept = tried[:count]
+            for change in reversed(tried[: count - 1]):
+                rest = [each for each in kept if each is not change]
+                kept = rest if _fits(rest, graph, fits) else kept
+            return kept
+    return None
+
+
+def roomy(devices: Devices) -> Devices:
+    """Devices of which so much memory is left as a plan that is advised may take."""
+    if not devices.hosts:
+        return dataclasses.replace(devices, gpu_memory_bytes=int(SPARE * devices.gpu_memory_bytes))
+    hosts = [dataclasses.replace(each, gpu_memory_bytes=int(SPARE * each.gpu_memory_bytes)) for each in devices.hosts]
+    return Devices.of(hosts, devices.link_bytes_per_s)
+
+
+def changes(graph: Graph) -> Iterator[Change]:
+    """What is tried, that first which costs least: what is learned stays the same but with adapters."""
+    trainers = [each for each in graph.operators.values() if each.trains and each.uses is not None]
+    generators = [each for each in graph.operators.values() if isinstance(each, Generate) and each.uses is not None]
+    longest = max((each.traits.max_tokens or 0 for each in generators), default=0)
+    for each in trainers:
+        if not each.traits.gradient_checkpointing:
+            yield from _knob(each, "gradient_checkpointing", True)
+    models = {each.uses: each for each in trainers if each.uses is not None}
+    for model, owner in models.items():
+        if model.dtype == "float32":
+            yield _model(model, owner, "dtype", "bfloat16")
+    for each in trainers:
+        tokens = each.traits.micro_batch_tokens
+        for fewer in (tokens // 2, tokens // 4):
+            if fewer >= max(_LEAST_TOKENS, longest):
+                yield from _knob(each, "micro_batch_tokens", fewer)
+    for each in trainers:
+        if not each.traits.offloads:
+            yield from _knob(each, "offload", True)
+    for each in generators:
+        shorter = longest + _LEAST_TOKENS
+        if each.traits.context_tokens is None or each.traits.context_tokens > shorter:
+            yield from _knob(each, "context_tokens", shorter)
+    for model, owner in models.items():
+        if model.lora is None:
+            yield _model(model, owner, "lora", LoRA(16))
+    for each in generators:
+        for ranks in (2, 4, 8):
+            if ranks > each.traits.tensor_parallel:
+                yield from _knob(each, "tensor_parallel", ranks)
+
+
+def _knob(operator: Operator, knob: str, value: Any) -> Iterator[Change]:
+    if any(field.name == knob for field in dataclasses.fields(operator)):
+        name, knobs = operator.name, {knob: value}
+
+        def made(graph: Graph) -> Graph:
+            return graph.swap_all({name: dataclasses.replace(graph.operators[name], **knobs)})
+
+        yield Change(knob=knob, value=value, of=f"'{name}'", made=made)
+
+
+def _model(model: Model, owner: Operator, knob: str, value: Any) -> Change:
+    """Of a model that several operators have in common, in all of them."""
+    knobs = {knob: value}
+
+    def made(graph: Graph) -> Graph:
+        now = graph.operators[owner.name].uses
+        return graph.swap_all({
+            name: dataclasses.replace(each, model=dataclasses.replace(each.uses, **knobs))  # type: ignore[call-arg]
+            for name, each in graph.operators.items()
+            if each.uses is not None and now is not None and each.uses.source == now.source
+            and (knob != "lora" or not each.uses.is_frozen)
+        })  # fmt: skip
+
+    return Change(knob=knob, value=value, of=f"model '{model.name}'", made=made)
+
+
+def _fits(changes: Sequence[Change], graph: Graph, fits: Callable[[Graph], bool]) -> bool:
+    try:
+        return fits(reduce(lambda changed, each: each.made(changed), changes, graph))
+    except GraphError:
+        return False
