@@ -25,6 +25,7 @@ from dataflow.folder.run_folder import FORESEEN, RunFolder
 from dataflow.folder.run_hold import is_over_hosts
 from dataflow.folder.run_lock import held
 from dataflow.folder.swaps import read_swaps
+from dataflow.foresight.choice.ways_out import plan_or_advise
 from dataflow.gguf.conversion import converted
 from dataflow.gguf.sources import file_fault, is_gguf
 from dataflow.graph import Graph
@@ -48,7 +49,6 @@ from dataflow.planning.model_size import measure_models
 from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
 from dataflow.planning.this_machine import this_machine as this_machine
-from dataflow.planning.ways_out import plan_or_advise
 from dataflow.runs.notebook import html_of
 from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import RunSpec, Times, execute, take

@@ -17,6 +17,7 @@ from dataflow.foresight.choice.gains import told as told_gains
 from dataflow.foresight.choice.search import Objective, choose, foreseen_of
 from dataflow.foresight.choice.told import to_plain as to_plain_choice
 from dataflow.foresight.choice.told import ways
+from dataflow.foresight.choice.ways_out import advised, plan_or_advise, roomy
 from dataflow.foresight.foresee import foresee, ground_of, size_of
 from dataflow.foresight.rates import Constants
 from dataflow.foresight.report import lines, picture, to_plain
@@ -31,7 +32,6 @@ from dataflow.planning.memory_need import DoesNotFit
 from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
 from dataflow.planning.this_machine import this_machine
-from dataflow.planning.ways_out import advised, plan_or_advise, roomy
 from dataflow.structure import Structure
 from dataflow.system.files import write_atomically
 from dataflow.system.gpu_memory import gpu_names

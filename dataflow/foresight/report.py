@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataflow.draw.timeline import timeline_svg
+from dataflow.foresight.choice.ways_out import SPARE
 from dataflow.foresight.foresee import Foreseen
 from dataflow.planning.placement import amount
-from dataflow.planning.ways_out import SPARE
 
 _DRAWN_STEPS = 6
 

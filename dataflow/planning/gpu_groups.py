@@ -1,7 +1,6 @@
 """Which accelerators each node has, and which nodes share theirs and take turns on them: pure functions."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate

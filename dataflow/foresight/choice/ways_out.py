@@ -24,7 +24,7 @@ _LEAST_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class Remedy:
     """One knob that is set otherwise."""
 
     knob: str
@@ -56,12 +56,12 @@ def advised(error: DoesNotFit, graph: Graph, fits: Callable[[Graph], bool]) -> G
     """The same refusal, with what would mend it: the first change with which the graph fits, or the fewest together."""
     found = ways_out(graph, fits)
     do = f"{' and '.join(map(str, found))} would make it fit" if found else (
-        "no knob that was tried makes it fit; give it more devices or a smaller model"
+        "give it more devices or a smaller model: no knob that was tried makes it fit"
     )  # fmt: skip
     return GraphError(f"{str(error).rpartition('; ')[0]}; {do}")
 
 
-def ways_out(graph: Graph, fits: Callable[[Graph], bool]) -> Sequence[Change] | None:
+def ways_out(graph: Graph, fits: Callable[[Graph], bool]) -> Sequence[Remedy] | None:
     """The first change with which it fits; else the changes, the first ones, that do so together and are all needed;
     None: none do."""
     tried = list(changes(graph))
@@ -86,7 +86,7 @@ def roomy(devices: Devices) -> Devices:
     return Devices.of(hosts, devices.link_bytes_per_s)
 
 
-def changes(graph: Graph) -> Iterator[Change]:
+def changes(graph: Graph) -> Iterator[Remedy]:
     """What is tried, that first which costs least: what is learned stays the same but with adapters."""
     trainers = [each for each in graph.operators.values() if each.trains and each.uses is not None]
     generators = [each for each in graph.operators.values() if isinstance(each, Generate) and each.uses is not None]
@@ -119,17 +119,17 @@ def changes(graph: Graph) -> Iterator[Change]:
                 yield from _knob(each, "tensor_parallel", ranks)
 
 
-def _knob(operator: Operator, knob: str, value: Any) -> Iterator[Change]:
+def _knob(operator: Operator, knob: str, value: Any) -> Iterator[Remedy]:
     if any(field.name == knob for field in dataclasses.fields(operator)):
         name, knobs = operator.name, {knob: value}
 
         def made(graph: Graph) -> Graph:
             return graph.swap_all({name: dataclasses.replace(graph.operators[name], **knobs)})
 
-        yield Change(knob=knob, value=value, of=f"'{name}'", made=made)
+        yield Remedy(knob=knob, value=value, of=f"'{name}'", made=made)
 
 
-def _model(model: Model, owner: Operator, knob: str, value: Any) -> Change:
+def _model(model: Model, owner: Operator, knob: str, value: Any) -> Remedy:
     """Of a model that several operators have in common, in all of them."""
     knobs = {knob: value}
 
@@ -142,10 +142,10 @@ def _model(model: Model, owner: Operator, knob: str, value: Any) -> Change:
             and (knob != "lora" or not each.uses.is_frozen)
         })  # fmt: skip
 
-    return Change(knob=knob, value=value, of=f"model '{model.name}'", made=made)
+    return Remedy(knob=knob, value=value, of=f"model '{model.name}'", made=made)
 
 
-def _fits(changes: Sequence[Change], graph: Graph, fits: Callable[[Graph], bool]) -> bool:
+def _fits(changes: Sequence[Remedy], graph: Graph, fits: Callable[[Graph], bool]) -> bool:
     try:
         return fits(reduce(lambda changed, each: each.made(changed), changes, graph))
     except GraphError:
