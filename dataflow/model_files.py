@@ -64,10 +64,36 @@ def folder_here(source: str) -> Path | None:
 
 
 def config_of(source: str) -> Any:
-    """The config of the model in a folder. Raises OSError, ValueError."""
+    """The config of the model in a folder, or of an id in the hub's cache. Raises OSError, ValueError."""
     if (made := promised(source)) is not None:
         return made.config
-    return json.loads(((folder_here(source) or Path(source)) / _CONFIG).read_text("utf-8"))
+    return json.loads(((folder_here(source) or Path(source)) / _CONFIG if not _is_id(source) else _cached(source))
+                      .read_text("utf-8"))  # fmt: skip
+
+
+def fetch_config(source: str) -> None:
+    """Have the config of an id on the hub in its cache. OSError where it cannot be had, in words; nothing is done for a
+    folder."""
+    if not _is_id(source):
+        return
+    if (fault := _hub_fault(Model(source))) is not None:
+        raise OSError(fault.partition(": ")[2].partition("; ")[0])
+    from huggingface_hub import hf_hub_download
+
+    hf_hub_download(source, _CONFIG)
+
+
+def _is_id(source: str) -> bool:
+    path = Path(source)
+    return not (path.exists() or path.is_absolute() or is_gguf(source) or source.startswith((".", "~"))
+                or source.count("/") != 1)  # fmt: skip
+
+
+def _cached(source: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(source, _CONFIG)
+    return Path(found) if isinstance(found, str) else Path(source) / _CONFIG
 
 
 def folder_fault(model: Model) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dataflow.errors import GraphError
-from dataflow.model_files import config_of
+from dataflow.model_files import config_of, fetch_config
 from transport.weights.costs.decoder import Decoder as Decoder
 from transport.weights.costs.decoder import Latent as Latent
 
@@ -73,9 +73,13 @@ def counts_of(source: str) -> Counts:
 
 
 def decoder_of(source: str) -> Decoder:
-    """Dimensions of the model in a folder. GraphError as `counts_of`."""
+    """Dimensions of the model in a folder, or of an id on the hub. GraphError as `counts_of`."""
     try:
-        return Decoder.from_config(config_of(source))
+        try:
+            return Decoder.from_config(config_of(source))
+        except FileNotFoundError:
+            fetch_config(source)
+            return Decoder.from_config(config_of(source))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GraphError(
             f"the dimensions of model '{source}' are not at hand: {type(error).__name__}: {error}; put its config.json "

@@ -137,6 +137,27 @@ def test_a_plan_is_explained_for_gpus_that_are_not_here_by_a_config_alone(
             assert each in said, each
 
 
+def test_an_id_is_foreseen_by_the_hubs_cache_and_refused_in_a_sentence_where_nothing_has_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cached(name: str, file: str, **rest: Any) -> str | None:
+        return str(Path(model.source) / file) if name == "qwen/half" else None
+
+    def unreached(*given: Any, **rest: Any) -> None:
+        raise ConnectionError("no network")
+
+    folder = Path(model.source).parent
+    (folder / "qwen").mkdir()
+    (folder / "qwen" / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreached)
+    half, other = (graph(replace(model, source=name, name="")) for name in ("qwen/half", "qwen/other"))
+    assert "take turns" in told(half, "1xH100", gpus=None, workload="mean=100", steps=4)
+    with pytest.raises(GraphError, match="no folder qwen/other here, and the hub gives .*no network.*put its config"):
+        told(other, "1xH100", gpus=None, workload="", steps=4)
+
+
 def test_devices_are_no_wish_of_a_run(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     def build() -> Graph:
         return graph(model)
