@@ -20,6 +20,7 @@ from dataflow.flags.help_page import page, takes
 from dataflow.flags.run_flags import RUN_FLAGS
 from dataflow.flags.words import FlagError, Words, split
 from dataflow.folder.run_folder import RunFolder
+from dataflow.foresight.choice.ways_out import FLAGS
 from dataflow.foresight.command import AUTO, explained, foreseen_of_run, is_devices, told
 from dataflow.foresight.steps import CONSTANTS
 from dataflow.graph import Graph
@@ -83,7 +84,7 @@ def main(
         )  # fmt: skip
         launcher = launcher_named(flags["on"]) if flags["on"] else None
         runs = wishes is not None or not (flags["explain"] or flags["draw"] or flags["foresee"])
-        promises = PROMISED.set(None if runs else {})
+        promises, names = PROMISED.set(None if runs else {}), FLAGS.set(frozenset(known))
         try:
             graph = build(**declared.arguments(chosen))
             if wishes is not None:
@@ -92,6 +93,7 @@ def main(
                 _act(graph, flags, launcher, launch, limits)
         finally:
             PROMISED.reset(promises)
+            FLAGS.reset(names)
     except DataflowError as error:
         if HOSTED.get(None) is not None:
             raise
