@@ -29,6 +29,7 @@ from dataflow.graph import Graph
 from dataflow.planning.gpu_groups import Wishes, read_wishes
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.memory_need import DoesNotFit
+from dataflow.planning.model_size import ModelSize
 from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
 from dataflow.planning.this_machine import this_machine
@@ -166,10 +167,15 @@ def explained(graph: Graph, devices: str, **how: Any) -> str:
     if not gpus or gpus in AUTO:
         gpus = _fitting(graph, room) or _first(graph, room) if room.gpus else None
         chosen = "" if gpus is None else "; chosen: --gpus " + ",".join(f"{node}={each}" for node, each in gpus.items())
-    sizes = {each.uses.source: size_of(each.uses.source) for each in graph.operators.values() if each.uses is not None}
+    sizes, by = dict[str, ModelSize](), "is known by its files"
+    for source in {each.uses.source for each in graph.operators.values() if each.uses is not None}:
+        try:
+            sizes[source] = size_of(source)
+            by = "is known by its config alone" if sizes[source].is_foreseen else by
+        except GraphError as error:
+            by = f"is not known, so that nobody can tell what fits: {error}"
     made = plan_or_advise(graph, room, gpus=gpus, sizes=sizes, **how)
-    by = "its config alone" if any(size.is_foreseen for size in sizes.values()) else "its files"
-    return f"foreseen: the plan on {what}; the model's size is known by {by}{chosen}\n{made.explain()}"
+    return f"foreseen: the plan on {what}; the model's size {by}{chosen}\n{made.explain()}"
 
 
 def _fitting(graph: Graph, room: Devices) -> Wishes | None:

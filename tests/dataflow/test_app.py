@@ -141,8 +141,10 @@ def test_a_refused_graph_ends_with_status_1_and_one_message(capsys: pytest.Captu
 
 
 def test_devices_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("--gpus", "generator=600", "--explain") == 1
+    assert status_of("--gpus", "generator=600", "--draw", "plan.svg") == 1
     assert "600 GPUs" in capsys.readouterr().err
+    main(build, args=["--gpus", "generator=600", "--explain"])
+    assert "foreseen: the plan on 600 GPUs of no kind" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["generator", "generator=", "=a", "generator=a+", "generator=a,generator=b"])
