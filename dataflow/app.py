@@ -62,7 +62,7 @@ def main(
     drew tiny.mmd
     """
     declared = Declared.of(build)
-    known = _known(declared, steps)
+    known = all_flags(declared, steps)
     status = 0
     try:
         check_text()
@@ -114,7 +114,7 @@ def _tell(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _known(declared: Declared, steps: int | None) -> dict[str, Flag]:
+def all_flags(declared: Declared, steps: int | None) -> dict[str, Flag]:
     """All flags of a program, in the order of --help. Errors: GraphError for one that the run has, too."""
     found = dict(declared.flags)
     for flag in RUN_FLAGS:

@@ -227,46 +227,49 @@ OTHER_NAMES: Mapping[str, str] = {
     "Trainer(prompts_per_step=...)": "train_batch_size per_device_train_batch_size gradient_accumulation_steps "
     "batch_size generation_batch_size gen_batch_size rollout_batch_size global_batch_size ppo_mini_batch_size "
     "mini_batch_size num_mini_batches",
-    "Trainer(micro_batch_tokens=...)": "ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu use_dynamic_bsz "
-    "forward_max_token_len_per_gpu ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_batch_size "
+    "Trainer(micro_batch_tokens=...)": "max_tokens_per_gpu ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu "
+    "use_dynamic_bsz forward_max_token_len_per_gpu ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_batch_size "
     "micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu micro_train_batch_size",
     "Trainer(loss=...)": "loss_type loss_fn loss_mode policy_loss",
     "Trainer(normalize=...)": "loss_agg_mode",
     "Trainer(whiten=...)": "normalize_advantages normalize_advantage whiten_advantages whiten_rewards",
-    "Trainer(gradient_checkpointing=...)": "enable_gradient_checkpointing use_gradient_checkpointing "
-    "gradient_checkpointing_kwargs activation_checkpointing",
+    "Trainer(gradient_checkpointing=...)": "gradient_checkpointing_enable enable_gradient_checkpointing "
+    "use_gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing",
     "Trainer(compile=...)": "torch_compile torch_compile_backend torch_compile_mode use_torch_compile",
-    "Trainer(offload=...)": "param_offload optimizer_offload grad_offload offload_policy cpu_offload offload_params",
+    "Trainer(offload=...)": "adam_offload param_offload optimizer_offload grad_offload offload_policy cpu_offload "
+    "offload_params",
     "Trainer(checkpoint_every=...)": "save_steps save_freq save_strategy save_interval checkpoint_interval",
+    "Trainer(save_total_limit=...)": "max_actor_ckpt_to_keep max_critic_ckpt_to_keep max_num max_ckpt_num",
     "Trainer(dp_replicate=...)": "fsdp_size",
     "Generator(group_size=...)": "num_generations num_return_sequences n rollout_n n_samples_per_prompt n_samples "
     "num_samples rloo_k samples_per_prompt",
     "Generator(max_tokens=...)": "max_completion_length max_new_tokens max_response_length response_length "
     "max_completion_tokens generate_max_len max_gen_len",
-    "Generator(context_tokens=...)": "max_model_len max_prompt_length max_length max_seq_length "
+    "Generator(context_tokens=...)": "max_len max_model_len max_prompt_length max_length max_seq_length "
     "vllm_max_model_length prompt_length",
     "Generator(temperature=...)": "rollout_temperature sampling_temperature temp",
     "Generator(slots=...)": "max_num_seqs max_running_requests max_batch_size",
     "Generator(cache_bytes=...)": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "Generator(tensor_parallel=...)": "tensor_model_parallel_size tensor_parallel_size vllm_tensor_parallel_size "
     "tp_size",
-    "Generator(engine=...)": "use_vllm vllm_mode vllm_model_impl rollout_backend",
+    "Generator(engine=...)": "rollout_name num_engines use_vllm vllm_mode vllm_model_impl rollout_backend",
     "Generator(weights=...)": "quantization load_in_8bit load_in_4bit",
     "Generator(stop=...)": "stop_strings stop_token_ids eos_token_id",
     "Generator(compile=...)": "enforce_eager cudagraph_mode",
     "Generator(chat=...)": "apply_chat_template chat_template",
-    "Model(dtype=...)": "torch_dtype model_dtype mixed_precision bf16 fp16",
-    "Model(source)": "model_name_or_path pretrained_model_name_or_path model_path",
+    "Model(dtype=...)": "param_dtype torch_dtype model_dtype mixed_precision bf16 fp16",
+    "Model(source)": "path model_name_or_path pretrained_model_name_or_path model_path",
     "Model(revision=...)": "model_revision",
     "Model(lora=...)": "use_peft peft_config lora_path",
     "LoRA(rank=...)": "r lora_r lora_rank",
     "LoRA(alpha=...)": "lora_alpha",
     "LoRA(targets=...)": "target_modules lora_target_modules",
     "run(graph, seed=...)": "seed full_determinism",
-    "Prompts(source)": "train_files val_files train_dataset dataset dataset_name data_files data_path prompt_data",
+    "Prompts(source)": "prompt_dataset train_files train_dataset dataset dataset_name data_files data_path prompt_data",
+    "Prompts(source), read by Evaluate": "val_files eval_dataset",
     "Prompts(limit=...)": "max_samples train_max_samples val_max_samples num_prompts",
     "Prompts(shuffle_seed=...)": "shuffle shuffle_dataset data_seed seed",
-    "Prompts(epochs=...)": "num_train_epochs total_epochs num_epochs",
+    "Prompts(epochs=...)": "num_episodes num_train_epochs total_epochs num_epochs",
     "Prompts(prompt_column=...)": "prompt_key input_key",
     "Prompts(columns=...)": "label_key reward_fn_key answer_key answer_column",
     "Prompts(split=...)": "dataset_split dataset_train_split train_split",
@@ -277,30 +280,48 @@ OTHER_NAMES: Mapping[str, str] = {
     "run(graph, resume=...)": "resume_from_checkpoint resume_mode resume_from_path",
     "run(graph, gpus=...)": "n_gpus_per_node num_gpus nnodes",
     "run(graph, on=inline())": "inline",
-    "Evaluate(every_steps=...), with prompts of its own": "eval_steps test_freq eval_strategy eval_interval "
-    "eval_dataset",
-    "g.feedback(..., max_staleness=...)": "staleness num_iterations steps_per_generation ppo_epochs async_steps "
-    "staleness_threshold max_off_policy_steps off_policy_steps",
-    "Trainer(loss=with_kl(loss, beta=...))": "beta kl_coef kl_beta kl_loss_coef use_kl_loss kl_loss_type "
+    "Evaluate(every_steps=...), with prompts of its own": "eval_steps test_freq eval_strategy eval_interval",
+    "g.feedback(..., max_staleness=...)": "async_enable async_queue_size staleness num_iterations "
+    "steps_per_generation ppo_epochs async_steps staleness_threshold max_off_policy_steps off_policy_steps",
+    "Trainer(loss=with_kl(loss, beta=...))": "init_coef beta kl_coef kl_beta kl_loss_coef use_kl_loss kl_loss_type "
     "use_kl_in_reward init_kl_coef kl_penalty",
     "Trainer(loss=with_entropy(loss, weight=...))": "entropy_coeff entropy_coef ent_coef entropy_weight",
-    "Trainer(loss=partial(grpo, clip_low=...))": "epsilon clip_ratio clip_ratio_low clip_range cliprange eps_clip "
-    "epsilon_low eps_clip_low",
-    "Trainer(loss=partial(grpo, clip_high=...))": "epsilon_high clip_ratio_high eps_clip_high delta clip_ratio_c",
-    "Trainer(loss=partial(aipo, rho=...))": "importance_sampling_cap vllm_importance_sampling_cap tis_imp_ratio_cap "
-    "rollout_is_threshold",
-    "a scorer, applied to the generator's stream": "reward_funcs reward_func reward_function reward_fn reward_model "
-    "custom_reward_function compute_score",
+    "Trainer(loss=partial(grpo, clip_low=...))": "eps_clip_low_high epsilon clip_ratio clip_ratio_low clip_range "
+    "cliprange eps_clip epsilon_low eps_clip_low",
+    "Trainer(loss=partial(grpo, clip_high=...))": "epsilon_high clip_ratio_high eps_clip_high",
+    "Trainer(loss=partial(aipo, rho=...))": "vllm_importance_sampling_clip_max is_correction_threshold "
+    "importance_sampling_cap vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold",
+    "a scorer, applied to the generator's stream": "remote_url remote_rm_url reward_funcs reward_func reward_function "
+    "reward_fn reward_model custom_reward_function compute_score",
     "combine({...}) of operators.rewards": "reward_weights",
     "a scorer of operators.credit, applied to the reward's stream": "adv_estimator scale_rewards gamma lam gae_lambda "
     "norm_adv_by_std_in_grpo",
     "Logprobs(model.frozen()), applied to the stream": "ref_model reference_model sync_ref_model",
     "in the model's folder, and read from there": "tokenizer processing_class tokenizer_name",
 }
-"""By how a knob is written here: what TRL, verl, OpenRLHF and transformers call it."""
+"""By how a knob is written here: what TRL, verl, OpenRLHF, slime, AReaL and transformers call it, or have called it."""
+FLAG_NAMES: Mapping[str, str] = {
+    "LoRA(rank=...)": "lora_rank",
+    "LoRA(alpha=...)": "lora_alpha",
+    "LoRA(targets=...)": "lora_targets",
+    "Model(lora=...)": "lora",
+    "Model(source)": "policy",
+    "Prompts(source)": "prompts",
+    "Prompts(prompt_column=...)": "question",
+    "Prompts(columns=...)": "answer",
+    "Prompts(source), read by Evaluate": "held_out",
+    "Generator(weights=...)": "generator_weights",
+    "Evaluate(every_steps=...), with prompts of its own": "eval_every",
+    "Trainer(loss=with_kl(loss, beta=...))": "kl",
+    "Trainer(loss=with_entropy(loss, weight=...))": "entropy",
+    "a scorer, applied to the generator's stream": "reward",
+}
+"""By how a knob is written: the flag of graphs over text files, where that has another name."""
 _PLACES: dict[str, list[tuple[str, str]]] = {}
 """By other name: the knob here, where it is one, and how it is written."""
 for _place, _names in OTHER_NAMES.items():
     _knob = re.search(r"(\w+)(?:=\.\.\.|\)$)", _place)
     for _name in _names.split():
         _PLACES.setdefault(_name, []).append((_knob[1] if _knob else "", _place))
+        if _place in FLAG_NAMES:
+            _PLACES[_name].append((FLAG_NAMES[_place], _place))

@@ -125,12 +125,13 @@ def _taken(word: str, last: Words | None, flags: Mapping[str, Flag], program: st
 
 def unknown(name: str, flags: Collection[str], program: str, shown: str) -> str:
     """What to tell of a name that is no flag. shown: as it was written."""
-    own = re.split(r"[./]", name)[-1].replace("-", "_")
-    told = hint(own, flags)
-    if own in flags:
-        return f"{program} has no {shown}; did you mean {_option(own)}?"
-    if other := called_here(own, flags):
-        return f"{program} has no {shown}; it is called {_option(other)} here"
+    parts = name.replace("-", "_").split(".")
+    for own in ("_".join(parts[-2:]), parts[-1]):
+        if own in flags:
+            return f"{program} has no {shown}; did you mean {_option(own)}?"
+        if other := called_here(own, flags):
+            return f"{program} has no {shown}; it is called {_option(other)} here"
+    told = hint(parts[-1], flags)
     if meant := re.search(r"did you mean '(\w+)'", told):
         return f"{program} has no {shown}; did you mean {_option(meant[1])}?"
     if told.startswith("; that is"):

@@ -29,13 +29,17 @@ def surplus(
 ) -> list[int]:  # fmt: skip
     """Steps of those checkpoints that may go where so many are to stay: of the multiples of `every` all but the newest.
 
-    staying: those that stay by themselves. last, keep_steps: as `removable` has them: the one that a replay of the last
-    steps begins with is none of those that go.
+    staying: those that stay by themselves. last, keep_steps: as `removable` has them. The one that a replay of the last
+    steps begins with is none of those that go, nor the next one, which it will begin with: without that no rollouts
+    could ever be removed.
     """
     steps = sorted(staying)
     old = [step for step in steps if step % every == 0][:-most]
-    first = 0 if keep_steps is None else max((step for step in steps if step <= last - keep_steps), default=0)
-    return [step for step in old if step != first]
+    if keep_steps is None:
+        return old
+    first = max((step for step in steps if step <= last - keep_steps), default=0)
+    after = min(step for step in steps if step > first) if steps and steps[-1] > first else first
+    return [step for step in old if step not in (first, after)]
 
 
 def remove(

@@ -84,7 +84,7 @@ class TrainerKnobs(Learn):
     """Steps between checkpoints that stay; the last step is always kept."""
     save_total_limit: int | None = None
     """Of the checkpoints of `checkpoint_every` so many stay, the newest; None: all. Beside them stay the last step's,
-    those that were asked for, and the one that a replay of the last keep_steps begins with."""
+    those that were asked for, and with keep_steps two at most with which a replay of the last steps begins."""
     checkpoint_dtype: str | None = None
     """Type of the weights in a checkpoint's files, as "float32"; None: the one that the model came in. Where that is
     rounder than the trainer's float32, its own weights stand beside the optimiser's state, and a resume goes on from

@@ -1,5 +1,6 @@
 """`main(build)` and the `dataflow` command, as a user types them."""
 
+import contextlib
 import os
 import re
 import signal
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dataflow import Graph, GraphError, Model, RunError, cli, inline, main, run, scorer
+from dataflow import Graph, GraphError, Model, RunError, cli, inline, main, run, scorer, verify
+from dataflow.folder.run_folder import RunFolder
+from dataflow.history.launch import recorded_launch
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from graphs import played_by_programs, sorting
 from operators import Generator, Trainer
@@ -288,3 +291,41 @@ def test_a_run_that_nobody_can_start_again_says_what_to_do(tmp_path: Path, capsy
     for command in (cli.resume, cli.replay):
         with pytest.raises(RunError, match=r"started by a script that calls run\(...\).*call run\(graph, resume="):
             command(result.folder)
+
+
+def test_a_run_leaves_its_flags_and_their_file_makes_the_same_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "train.py"
+    program.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    Path("mine.toml").write_text("size = 48\ninline = true\nquiet = true\nsteps = 3\n")
+    for given in (["--config", "mine.toml", "--group-size", "3"], ["--config", "runs/latest/config.yaml"]):
+        monkeypatch.setattr(sys, "argv", [str(program), *given])
+        main(build)
+    first, second = sorted(path for path in Path("runs").iterdir() if not path.is_symlink())
+    texts = [(run / "config.yaml").read_text() for run in (first, second)]
+    assert f"graph: {program}" in texts[0] and "size: 48\ngroup_size: 3\nsteps: 3" in texts[0]
+    assert texts[0] == texts[1]
+    begun = [recorded_launch(RunFolder.open(run)) for run in (first, second)]
+    assert begun[0] is not None and begun[1] is not None and begun[0].flags == begun[1].flags
+    assert begun[0].arguments == ("--size=48", "--inline", "--quiet", "--steps=3", "--group-size=3")
+    assert verify(second).clean
+    Path("mine.toml").unlink()
+    monkeypatch.setattr(sys, "argv", [str(program), *begun[0].arguments, "--steps", "5", "--resume", str(first)])
+    main(build)
+    assert len(RunFolder.open(first).read_metrics()) == 5
+
+
+def test_the_command_starts_the_program_that_a_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, words: became.append(words[1:]))
+    for program, how in (("graphs.rloo", ["-m", "graphs.rloo"]), ("mine/train.py", ["mine/train.py"])):
+        file = tmp_path / "run.yaml"
+        file.write_text(f"graph: {program}\nlr: 1e-6\n")
+        with contextlib.suppress(SystemExit, TypeError):
+            cli.run_file(file, ("--steps", "3"))
+        assert became.pop() == [*how, "--config", str(file), "--steps", "3"]
+    file.write_text("lr: 1e-6\n")
+    assert typed("run", str(file)) == 2 and not became

@@ -1,5 +1,7 @@
 """The page for those who come from other systems: each experiment on it runs, on rows and rewards of that system."""
 
+import ast
+import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -12,6 +14,9 @@ import pytest
 from rigs.policy import tiny_policy
 
 from dataflow import Graph, inline, run, verify
+from dataflow.app import all_flags
+from dataflow.flags.declared import Declared, Flag
+from dataflow.flags.words import unknown
 from dataflow.folder.run_folder import RunFolder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text("utf-8")
@@ -84,6 +89,50 @@ def test_the_experiment_of_another_system_runs_with_its_own_rows_and_rewards(sys
     assert all(line["failed"] == {} and line["reward_mean"] is not None for line in lines)
     if system == "TRL":
         assert all(line["does_not_apply"] == {"accuracy": 16} for line in lines)
+
+
+def rows_of_flags() -> list[tuple[list[str], str]]:
+    """Of the table of flags: the flags here, and each name elsewhere."""
+    table = PAGE.split("\n## Flags by their names elsewhere\n")[1].split("\n## ")[0]
+    cells = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
+    return [
+        (re.findall(r"--[\w-]+", ours), name.strip("-"))
+        for ours, *theirs, _ in cells for cell in theirs for name in re.findall(r"`([^`]+)`", cell)
+    ]  # fmt: skip
+
+
+def test_a_flag_of_another_system_is_refused_with_the_one_that_the_page_names() -> None:
+    from graphs import aipo, dapo, grpo, ppo
+
+    known: dict[str, Flag] = {}
+    for module in (aipo, dapo, grpo, ppo):
+        known |= all_flags(Declared.of(module.build), None)
+    rows = rows_of_flags()
+    assert len(rows) > 90 and all(flag[2:].replace("-", "_") in known for flags, _ in rows for flag in flags)
+    for flags, name in rows:
+        told = unknown(name, known, "graphs.aipo", name)
+        assert name in known or any(re.search(rf"{flag}\b(?!-)", told) for flag in flags), told
+
+
+def test_the_names_of_trl_on_the_page_are_those_of_its_configs() -> None:
+    if (spec := importlib.util.find_spec("trl")) is None or spec.origin is None:
+        pytest.skip("trl is not installed; pip install dataflow-rl[bench]")
+    trl, transformers = Path(spec.origin).parent, Path(str(importlib.util.find_spec("transformers").origin)).parent
+    configs = ("trainer/grpo_config.py", "trainer/base_config.py", "trainer/model_config.py", "scripts/utils.py")
+    fields = {"chat_template"}  # of the tokenizer
+    for file in (
+        *(trl / config for config in configs),
+        trl / "trainer/grpo_trainer.py",
+        transformers / "training_args.py",
+    ):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):  # to import them takes all that they may use
+            match node:
+                case ast.AnnAssign(target=ast.Name(id=name)) | ast.arg(arg=name):
+                    fields.add(name)
+    table = PAGE.split("\n## Flags by their names elsewhere\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("| `")]
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert len(named) > 30 and not {*named} - fields
 
 
 def test_every_form_of_the_page_is_there() -> None:

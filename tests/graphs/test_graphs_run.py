@@ -19,8 +19,9 @@ from rigs.policy import ALPHABET, tiny_policy
 from dataflow import Graph, main, verify
 from dataflow.folder.run_folder import RunFolder
 from graphs.tasks.text import TextTask
-from operators import Trainer
+from operators import Generator, Trainer
 from operators.credit import leave_one_out, normalized_advantage
+from operators.forward_pass.knobs import ForwardKnobs
 from operators.losses import cispo, gspo, rloo
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
@@ -152,6 +153,45 @@ def test_the_policy_becomes_the_reference_of_grpo_again_and_again(flags: Flags, 
     told = [(line["forward_versions"], line["kl_reference"]) for line in lines if "loss" in line]
     assert [versions for versions, _ in told] == [{"ref_logprobs": step} for step in range(STEPS)]
     assert all(far == pytest.approx(0, abs=1e-5) for _, far in told)
+
+
+KNOBS = {
+    "schedule": "linear", "warmup_steps": 3, "min_lr": 1e-9, "betas": (0.8, 0.9), "weight_decay": 0.1,
+    "max_grad_norm": 0.5, "micro_batch_tokens": 64, "gradient_checkpointing": True, "offload": True,
+    "checkpoint_every": 5, "save_total_limit": 2, "lr": 3e-4, "prompts_per_step": 4,
+}  # fmt: skip
+SAMPLED = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "slots": 7, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_every_flag_of_training_and_generation_reaches_the_operators(name: str, tmp_path: Path) -> None:
+    module = importlib.import_module(f"graphs.{name}")
+    kind = module.Task if name == "sft" else TextTask
+    given = {"held_out": "h", "policy": "p", "prompts": "q", "lora_rank": 4, **SAMPLED}
+    more = {"teacher": "t"} if name == "distill" else {}
+    graph = module.build(task=kind(**given, **KNOBS), **more)
+    trainers = [each for each in graph.operators.values() if isinstance(each, Trainer)]
+    assert len(trainers) == 1 + (name == "ppo")
+    for trainer in trainers:
+        for knob, value in KNOBS.items():
+            assert getattr(trainer, knob) == value or (knob, trainer.name) == ("lr", "critic"), knob
+        assert trainer.temperature == (1.0 if name == "sft" else 0.7)
+        assert (trainer.model.lora is None) == (trainer.name == "critic")
+    (generator,) = [each for each in graph.operators.values() if isinstance(each, Generator)]
+    assert {knob: getattr(generator, knob) for knob in SAMPLED} == SAMPLED
+    for own, knobs in ({"engine": "vllm"}, {"engine": "vllm"}), ({"generator_weights": "int8"}, {"weights": "int8"}):
+        other = module.build(task=kind(held_out="h", policy="p", prompts="q", **own), **more).operators["generator"]
+        assert {knob: getattr(other, knob) for knob in knobs} == knobs
+    for reader in (each for each in graph.operators.values() if isinstance(each, ForwardKnobs)):
+        assert reader.micro_batch_tokens == 64 and getattr(reader, "temperature", 0.7) == 0.7
+
+
+@pytest.mark.parametrize("name", ["aipo", "grpo", "rloo", "dapo"])
+def test_entropy_and_distance_from_the_start_stand_in_the_loss(name: str, flags: Flags, tmp_path: Path) -> None:
+    more = ("--kl", "0.1", "--entropy", "0.01", "--lora-rank", "2", "--temperature", "0.8", "--inline", "--quiet")
+    main(build_of(name), args=flags(name, *more))
+    _, lines = ran(tmp_path)
+    assert all("kl_reference" in line and line["grad_norm"] > 0 for line in lines if "loss" in line)
 
 
 def test_dapo_drops_groups_that_are_all_right_or_all_wrong_whatever_their_lengths() -> None:

@@ -14,7 +14,7 @@ import pytest
 import tyro
 
 from dataflow import Graph, GraphError, main
-from dataflow.app import _known
+from dataflow.app import all_flags
 from dataflow.flags import config_file
 from dataflow.flags.declared import ALGORITHM, FIRST, Declared, Flag
 from dataflow.flags.help_page import page
@@ -210,7 +210,7 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def every(graph: str) -> dict[str, Flag]:
-    return _known(Declared.of(importlib.import_module(f"graphs.{graph}").build), None)
+    return all_flags(Declared.of(importlib.import_module(f"graphs.{graph}").build), None)
 
 
 def other(flag: Flag) -> list[str]:

@@ -20,6 +20,7 @@ from trainer_rig import Clock, group
 
 from dataflow.folder.checkpoints import MARKER, TEMPORARY
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.retention import surplus
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
 from operators.losses import value_loss
@@ -133,6 +134,38 @@ def test_only_the_newest_stays_over_all_lives_and_one_that_was_asked_for_is_neve
     with Ledger.open(folder.ledger) as ledger:
         rows = ledger._db.execute("SELECT step FROM steps WHERE checkpoint IS NOT NULL").fetchall()
     assert rows == [(7,), (14,), (21,)], "the ledger names none that goes away"
+
+
+@pytest.mark.parametrize(("keep_steps", "left"), [(None, [8, 10]), (6, [4, 6, 8, 10]), (2, [8, 10])])
+def test_of_those_that_stay_the_newest_do_and_the_one_that_a_replay_of_the_last_steps_begins_with(
+    keep_steps, left, policy, tmp_path
+):
+    folder = run_folder(tmp_path, 48)
+    trainer = declared(policy, recover_within_s=float("inf"), checkpoint_every=2, save_total_limit=2)
+    life = Life(folder, trainer, clock=Clock(), keep_steps=keep_steps)
+    life.push(*map(group, range(20)))
+    for status in life.work():
+        written(life)
+        life.runtime._saver.note()
+        assert len(folder.checkpoints.staying()) <= 2 + 2 * (keep_steps == 6), status
+    assert folder.checkpoints.steps() == left
+    with Ledger.open(folder.ledger) as ledger:
+        rows = ledger._db.execute("SELECT step FROM steps WHERE checkpoint IS NOT NULL").fetchall()
+    assert rows == [(step,) for step in left], "the ledger names none that is gone"
+    kept = [step for step, _ in folder.rollouts_of().files("step")]
+    assert kept == list(range(1 if keep_steps is None else {6: 5, 2: 9}[keep_steps], 11))
+    had = life.state()
+    die(life)
+    again = Life(folder, trainer, clock=Clock()).run()
+    assert same(again.state(), had) and verify(folder.path).clean
+
+
+def test_the_oldest_multiples_go_and_nothing_that_was_asked_for():
+    known = {"every": 5, "last": 32, "keep_steps": None}
+    assert surplus(staying=[5, 10, 12, 15, 20, 32], most=2, **known) == [5, 10]
+    assert surplus(staying=[5, 10, 12], most=2, **known) == []
+    assert surplus(staying=[5, 10, 15, 20, 25, 30], most=1, **known | {"keep_steps": 15}) == [5, 10, 25]
+    assert surplus(staying=[5, 10, 12, 20, 30], most=1, **known | {"keep_steps": 19}) == [5, 10]
 
 
 def test_the_seconds_of_writing_one_are_told_where_those_of_the_others_are(policy, tmp_path):
