@@ -124,7 +124,7 @@ def test_words_become_values(words: tuple[str, ...], found: dict[str, Any]) -> N
         (("--widht", "3"), "the.program has no --widht; did you mean --width?"),
         (("-lr", "3"), "the.program has no -lr; did you mean --lr?"),
         (("--learning_rate", "3"), "the.program has no --learning_rate; it is called --lr here"),
-        (("actor_rollout_ref.actor.optim.lr=3",), "the.program has no actor_rollout_ref.actor.optim.lr; it is called --lr"),
+        (("actor_rollout_ref.actor.optim.lr=3",), "no actor_rollout_ref.actor.optim.lr; it is called --lr here"),
         (("--loss-type", "dapo"), "no --loss-type; that is Trainer(loss=...), in the file of a graph"),
         (("--no-such-thing-at-all",), "the.program has no --no-such-thing-at-all; see its --help"),
     ],
