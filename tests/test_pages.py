@@ -1,7 +1,9 @@
 """The pages a stranger reads first: short, with links that lead somewhere, and a tour that fits in an afternoon."""
 
 import inspect
+import json
 import re
+import shlex
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from dataflow import Graph
+from dataflow import Graph, main
 from dataflow.cli import COMMANDS
 from dataflow.flags.declared import Declared
 from dataflow.flags.run_flags import RUN_FLAGS
@@ -80,3 +82,55 @@ def test_every_flag_of_a_run_and_every_group_of_flags_is_in_the_page_of_commands
     for flag in (*RUN_FLAGS, *Declared.of(aipo.build).flags.values()):
         (row,) = re.findall(rf"^\| {re.escape(flag.heading)} \|(.*)$", under, re.MULTILINE)
         assert re.search(rf"`{flag.option}\b", row), flag.option
+
+
+COMMANDS_OF_README = [" ".join(each.replace("\\\n", " ").split()) for each in
+                      re.findall(r"^    (python -m graphs\.aipo (?:.*\\\n)*.*)$", README, re.MULTILINE)]  # fmt: skip
+SHAPES = {
+    "Qwen/Qwen2.5-0.5B-Instruct": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""What their config.json says."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "more", "devices", "gib", "step_s"),
+    [
+        (0, "", "1xH100", 19, 2.9),
+        (0, "--lora --lr 1e-5", "1xRTX4090", 13, 6.3),
+        (0, "--lora --lr 1e-5", "1xA10G", 13, 12),
+        (1, "", "8xH100", 40, 5.3),
+    ],
+)
+def test_the_commands_of_the_readme_are_taken_and_take_what_it_says(
+    command: int,
+    more: str,
+    devices: str,
+    gib: float,
+    step_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*shlex.split(COMMANDS_OF_README[command])[3:], *more.split()]
+    policy = words[words.index("--policy") + 1]
+    Path(policy).mkdir(parents=True)
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768}
+    Path(policy, "config.json").write_text(json.dumps(config | SHAPES[policy]))
+    Path("rows.jsonl").write_text('{"question": "2+2=", "answer": "#### 4"}\n' * 7473)
+    words = ["rows.jsonl" if word.startswith("hf:openai/gsm8k") else word for word in words]
+    main(aipo.build, args=[*words, "--foresee", devices, "--workload", "mean=200,prompt=130"])
+    told = capsys.readouterr().out
+    fullest = max(float(each) for each in re.findall(r"(?<=  )([\d.]+) GiB of", told))
+    assert fullest == pytest.approx(gib, rel=0.05)
+    found = re.search(r"a step of \d+ rollouts takes ([\d.]+) s", told)
+    assert found and float(found[1]) == pytest.approx(step_s, rel=0.05)
+    assert all(f"{each:g}" in README for each in (gib, step_s))
