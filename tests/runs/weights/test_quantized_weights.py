@@ -73,3 +73,14 @@ def test_weights_travel_narrow_where_all_readers_want_the_same(
         other = Generator(Model(str(policy)), weights=weights, name=f"other{n}")
         g.feedback(trainer.weights, other, max_staleness=1)
     assert quantized_format(g, "trainer") == format_
+
+
+def test_a_generator_in_bfloat16_takes_the_versions_of_a_trainer_in_float32(
+    policy: Path, tmp_path: Path, sent: list[dict[str, str]]
+) -> None:
+    graph = tiny_graph(policy, max_staleness=1, generator_knobs={"weights": "bfloat16"})
+    result = run(graph, steps=3, on=inline(), runs=tmp_path, quiet=True)
+    lines = [line for line in result.metrics if "loss" in line]
+    mismatches = [line["mismatch"] for line in lines if line["mismatch"] is not None]
+    assert len(lines) == 3 and mismatches and all(0 < mismatch < 0.05 for mismatch in mismatches)
+    assert {dtype for layout in sent for dtype in layout.values()} == {"float32"}
