@@ -36,6 +36,8 @@ def page(program: str, about: str, flags: Iterable[Flag], columns: int | None = 
 
 def takes(flag: Flag) -> str:
     """What stands behind the flag."""
+    if flag.repeats:
+        return _takes(typing.get_args(flag.kind)[0])
     return (
         ""
         if flag.is_switch
