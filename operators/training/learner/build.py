@@ -46,8 +46,9 @@ def make_learner(
         module = load_model(model, device=device, dtype="float32")
     forward = forward_of(trainer, module)
     learner = learner_of(trainer, forward, node=node, seed=seed, aside=aside)
-    if is_alone and torch.device(device).type == "cpu" and not trainer.compile:
-        is_rounded = forward.compute == torch.bfloat16 and multiplies_bfloat16()
+    is_rounded = forward.compute is not None
+    is_known = not is_rounded or (forward.compute == torch.bfloat16 and multiplies_bfloat16())
+    if is_alone and torch.device(device).type == "cpu" and not trainer.compile and is_known:
         learner.direct = forward.direct = DirectGradients(module, is_rounded=is_rounded)
     return learner
 

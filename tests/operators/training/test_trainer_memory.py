@@ -213,6 +213,6 @@ def test_weights_and_moments_are_float32_where_the_model_computes_in_bfloat16(tm
     layer.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
     steps(learner, None, 2)
     assert set(seen) == {torch.float32 if multiplies_bfloat16() else torch.bfloat16}
-    assert learner.direct is not None and learner.direct.is_rounded == multiplies_bfloat16()
+    assert (learner.direct is not None and learner.direct.is_rounded) == multiplies_bfloat16()
     kept = [*learner.forward.module.parameters(), *state_tensors(learner.optimizer, learner.parameters).values()]
     assert {tensor.dtype for tensor in kept} == {torch.float32}
