@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from dataflow import Graph, Model
-from dataflow.node import Source
+from dataflow.node import Operator, Source
 from graphs import arithmetic
 from graphs.tasks import questions
 from operators import Evaluate, Generator, Logprobs, Prompts, Trainer
@@ -60,10 +60,17 @@ class Task:
 
     def generator(self, model: Model | None = None, **knobs: Any) -> Generator:
         """Rollouts of the policy, or of another model, laid out as the task lays them out."""
-        return Generator(
-            model or self.model, group_size=self.group_size, max_tokens=self.max_tokens, chat=self.chat,
+        usual = self.usual["generator"]
+        assert isinstance(usual, Generator)
+        return replace(
+            usual, model=model or self.model, group_size=self.group_size, max_tokens=self.max_tokens, chat=self.chat,
             weights=self.weights, **knobs,
         )  # fmt: skip
+
+    @cached_property
+    def usual(self) -> Mapping[str, Operator]:
+        """The operators of graphs.arithmetic, whose knobs are the bench's too where the task says nothing else."""
+        return arithmetic.build(policy=self.policy).operators
 
     def prompts(self, rows: Sequence[Row], **knobs: Any) -> Prompts:
         """These rows as a source."""
@@ -91,9 +98,12 @@ class Task:
         if kl:
             rollouts = Logprobs(self.model.frozen())(rollouts)
             loss = with_kl(loss, kl, corrected=max_staleness > 0)
-        trainer = Trainer(
-            self.model, loss=loss, prompts_per_step=self.prompts_per_step, lr=self.lr, recover_within_s=math.inf
-        )
+        usual = self.usual["trainer"]
+        assert isinstance(usual, Trainer)
+        trainer = replace(
+            usual, model=self.model, loss=loss, prompts_per_step=self.prompts_per_step, lr=self.lr,
+            recover_within_s=math.inf,
+        )  # fmt: skip
         trainer(advantage(reward(rollouts)))
         if held_out is not None:
             Evaluate(every_steps=every_steps)(reward(generator(g.source(held_out))))
