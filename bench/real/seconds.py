@@ -211,12 +211,14 @@ def of_generator(task: Task, threads: int) -> dict[str, Figure]:
         found = paced(step, task, REPEATS)
         spent = stages(step)
         count = step.engine.model.config.num_hidden_layers
-    with opened(task, threads, layers=count // 2) as step:
+    fewer = max(1, count // 2)
+    with opened(task, threads, layers=fewer) as step:
         step.run(0)
         half = stages(step)
     layers, head = matrices(load_merged(task.model, device="cpu")[0])
     a_step, a_half = (each["decode_s"] / each["decode_steps"] for each in (spent, half))
-    head_s = max(0.0, 2 * a_half - a_step)
+    a_layer = (a_step - a_half) / max(1, count - fewer)
+    head_s = max(0.0, a_step - count * a_layer) if count > fewer else None
     prefilled = 2 * (layers * spent["prefill_tokens"] + head * spent["prefill_rows"]) / spent["prefill_s"]
     decoded = 2 * (layers + head) * spent["decode_rows"] / spent["decode_s"]
     products = "int8" if task.weights == "int8_dynamic" else task.dtype
@@ -225,7 +227,7 @@ def of_generator(task: Task, threads: int) -> dict[str, Figure]:
     return found | {
         "prefill_s": spent["prefill_s"], "decode_s": spent["decode_s"], "draw_s": spent["draw_s"],
         "rest_s": spent["seconds"] - spent["prefill_s"] - spent["decode_s"] - spent["draw_s"],
-        "head_s": head_s * spent["decode_steps"], "prefill_tokens": spent["prefill_tokens"],
+        "head_s": None if head_s is None else head_s * spent["decode_steps"], "prefill_tokens": spent["prefill_tokens"],
         "rows": spent["decode_rows"] / spent["decode_steps"], "prefill_gflops": prefilled / 1e9,
         "prefill_share": prefilled / peak, "decode_gflops": decoded / 1e9, "decode_share": decoded / peak,
         "bandwidth_share": weights / a_step / read,
