@@ -1,12 +1,16 @@
 """What this machine has that a plan could map onto."""
 
 import os
+import re
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from dataflow.planning.hosts import Devices
 from dataflow.system.gpu_memory import gpu_memory
+
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def this_machine() -> Devices:
@@ -16,3 +20,15 @@ def this_machine() -> Devices:
     return Devices(
         cpus=cpus, gpus=gpus, memory_bytes=psutil.virtual_memory().total, gpu_memory_bytes=gpu_memory() if gpus else 0
     )
+
+
+def quick_dtype() -> Literal["float32", "bfloat16"]:
+    """The type of weights that this machine multiplies fastest: "bfloat16" on GPUs, and on processors that have
+    instructions for it (AVX-512 BF16); else "float32"."""
+    if this_machine().gpus:
+        return "bfloat16"
+    try:
+        flags = _CPU_INFO.read_text("utf-8", errors="replace")
+    except OSError:
+        return "float32"
+    return "bfloat16" if re.search(r"^flags\b.*\bavx512_bf16\b", flags, re.MULTILINE) else "float32"

