@@ -157,7 +157,9 @@ class Engine:
         else:
             logits = self._forward(new)
             if rows:
-                self.rows.add(rows, [list(table) for prefix in new for table in prefix.tables])
+                counts = [len(prefix.tables) for prefix in new]
+                tables = [list(table) for prefix in new for table in prefix.tables]
+                self.rows.add(rows, tables, np.repeat(np.arange(len(new)), counts))
             seen = self.rows.seen(self.vocabulary)
             drawn = self._draw(logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask)
             if self._record_mask:
@@ -166,6 +168,8 @@ class Engine:
             tokens, logprobs = drawn.tokens, drawn.logprobs
         self.drawn, self.looked = self.drawn + self.rows.n, self.looked + int(self.rows.lengths.sum())
         self.rows.drew(tokens, logprobs, self.version)
+        if self.fused is not None:
+            self.rows.tell_apart(tokens.numpy())
         self.steps += 1
         self._late.push(self.rows.ticket[: self.rows.n], self._checked[tokens] | ~logprobs.isfinite())
         return self._ended()
@@ -298,15 +302,35 @@ class Engine:
 
     def _forward(self, new: Sequence[Prefix]) -> torch.Tensor:
         """Logits of every active row and, once for each of its rows, of every new prefix."""
-        if self.fused is not None:
-            rows = self.rows
-            logits = self.fused(rows.last, rows.positions, self.cache, self._layout(None), new)
-        else:
+        n = self.rows.n
+        computed, place = n, np.arange(n)
+        if self.fused is None:
             logits = self._modular(new)
-        if not new:
+        elif (distinct := self.rows.distinct()) is None:
+            logits = self.fused(self.rows.last, self.rows.positions, self.cache, self._layout(None), new)
+        else:
+            logits = self._of_distinct(self.fused, *distinct, new)
+            computed, place = len(distinct[0]), distinct[1]
+        if not new and computed == n:
             return logits
         origin = np.repeat(np.arange(len(new)), [len(prefix.tables) for prefix in new])
-        return logits[self._put(np.concatenate([np.arange(self.rows.n), self.rows.n + origin]))]
+        return logits[self._put(np.concatenate([place, computed + origin]))]
+
+    def _of_distinct(self, fused: Fused, first: AnyArray, place: AnyArray, new: Sequence[Prefix]) -> torch.Tensor:
+        """Logits of these rows alone, and of every new prefix; rows that are like them get their keys and values.
+
+        A row's logits depend on that row alone, bit by bit, so siblings that have drawn the same tokens are computed
+        once: four in five of a policy that is sure of its answers.
+        """
+        rows, at = self.rows, self._put(first)
+        runs, shared = rows.runs_of(first) if self._kernel is not None else (None, None)
+        layout = AttentionLayout(
+            self.cache, rows.positions[at], rows.longest, rows.table[at], runs, shared, None, self._kernel
+        )
+        logits = fused(rows.last[at], layout.positions, self.cache, layout, new)
+        others = np.nonzero(first[place] != np.arange(rows.n))[0]
+        self.cache.copy(*rows.written(first[place[others]]), *rows.written(others))
+        return logits
 
     def _modular(self, new: Sequence[Prefix]) -> torch.Tensor:
         """Logits of every active row and of every new prefix, [n + I, V], by the model's own forward pass."""

@@ -5,6 +5,7 @@ Axes: P pages, H key/value heads, D width of a head.
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 
@@ -50,6 +51,13 @@ class KVCache:
         for keys, values in self._layers.values():
             keys[pages] = 0
             values[pages] = 0
+
+    def copy(
+        self, from_pages: torch.Tensor, from_places: torch.Tensor, to_pages: torch.Tensor, to_places: torch.Tensor
+    ) -> None:
+        """Copy keys and values of single positions, given as pages and places in them, int64 [m] each."""
+        for side in itertools.chain(*self._layers.values()):
+            side[to_pages, :, to_places] = side[from_pages, :, from_places]
 
     def drop(self) -> None:
         """Give the memory back; nobody may read what was in it. It is taken again when it is written."""

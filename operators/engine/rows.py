@@ -42,6 +42,8 @@ class Rows:
         self._host = np.zeros((6, slots), np.int64)
         self.ticket = np.zeros(slots, np.int64)
         self.age = np.zeros(slots, np.int64)
+        self.alike = np.zeros(slots, np.int64)
+        """By row, a number that rows have in common whose tokens and cached keys and values are the same."""
         self.pages: list[list[int]] = []
         self._held = np.zeros(slots, np.int64)
         self.sampling: list[Sampling] = []
@@ -127,20 +129,47 @@ class Rows:
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Where runs of rows with common full pages begin, and the end, int32 [r + 1]; how many pages, int32 [r]."""
         if self._runs is None:
-            full = (self.starts // PAGE).astype(np.int32)
-            table = self._table[: self.n]
-            same = (table[1:] == table[:-1]).cumprod(axis=1).sum(axis=1) if self.n else np.zeros(0)
-            joined = (same >= full[1:]) & (full[1:] == full[:-1]) & (full[1:] > 0)
-            begin = np.nonzero(np.concatenate([[True], ~joined]))[0]
-            size = np.diff(np.append(begin, self.n))
-            shared = np.where(size > 1, full[begin], 0) if self.n else full[:0]
-            bounds = np.append(begin, self.n) if self.n else np.zeros(1)
-            put = self._put
-            self._runs = put(bounds.astype(np.int32)), put(shared.astype(np.int32))
+            self._runs = self.runs_of(np.arange(self.n))
         return self._runs
 
-    def add(self, rows: Sequence[Row], pages: Sequence[list[int]]) -> None:
-        """Put rows at the end of the batch: their tokens so far, their pages."""
+    def runs_of(self, rows: AnyArray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of some rows, int [m], ascending, as if they were all."""
+        full = (self.starts[rows] // PAGE).astype(np.int32)
+        table, count = self._table[rows], len(rows)
+        same = (table[1:] == table[:-1]).cumprod(axis=1).sum(axis=1) if count else np.zeros(0)
+        joined = (same >= full[1:]) & (full[1:] == full[:-1]) & (full[1:] > 0)
+        begin = np.nonzero(np.concatenate([[True], ~joined]))[0]
+        size = np.diff(np.append(begin, count))
+        shared = np.where(size > 1, full[begin], 0) if count else full[:0]
+        bounds = np.append(begin, count) if count else np.zeros(1)
+        return self._put(bounds.astype(np.int32)), self._put(shared.astype(np.int32))
+
+    def distinct(self) -> tuple[AnyArray, AnyArray] | None:
+        """The first row of each kind that is `alike`, int64 [d], ascending, and the place in it of every live row's
+        kind, int64 [n]; None where all rows differ."""
+        kinds, first, kind = np.unique(self.alike[: self.n], return_index=True, return_inverse=True)
+        if len(kinds) == self.n:
+            return None
+        order = np.argsort(first)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        return first[order], place[kind]
+
+    def tell_apart(self, tokens: AnyArray) -> None:
+        """Rows that were alike and drew other tokens, int64 [n], are so no more."""
+        _, self.alike[: self.n] = np.unique(
+            self.alike[: self.n] * (int(tokens.max(initial=0)) + 1) + tokens, return_inverse=True
+        )
+
+    def written(self, rows: AnyArray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page, and place within it, of the newest token of these rows, int64 [m] each."""
+        at = self.lengths[rows] - 1
+        pages = self._table[rows, at // PAGE].astype(np.int64)
+        return self._put(pages), self._put(at % PAGE)
+
+    def add(self, rows: Sequence[Row], pages: Sequence[list[int]], alike: AnyArray | None = None) -> None:
+        """Put rows at the end of the batch: their tokens so far, their pages; alike, int64 [rows]: those with equal
+        numbers have the same tokens, keys and values; None: no two have."""
         first, count = self.n, len(rows)
         lengths = np.array([len(row.tokens) for row in rows])
         self._widen(int(lengths.max()) + 1)
@@ -156,6 +185,7 @@ class Rows:
         self._columns[:, new] = self._put(self._host[:, new])
         self.ticket[new] = [row.ticket for row in rows]
         self.age[new] = [row.age for row in rows]
+        self.alike[new] = self.alike[:first].max(initial=-1) + 1 + (np.arange(count) if alike is None else alike)
         longest = int(lengths.max())
         at = self._put(np.array(slots))
         for table, columns, dtype in (
@@ -342,7 +372,7 @@ class Rows:
         self._table_there[:left] = self._table_there[there]
         self._host[:, :left] = self._host[:, keep]
         self._table[:left] = self._table[keep]
-        for by_row in (self.ticket, self.age, self._held):
+        for by_row in (self.ticket, self.age, self.alike, self._held):
             by_row[:left] = by_row[keep]
         self.n = left
         self._runs = self._mixed = None

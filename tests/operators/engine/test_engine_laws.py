@@ -12,6 +12,7 @@ from replaying import drive, replayed
 from rigs.examples import examples
 
 from operators.engine.results import PromptStart
+from operators.engine.rows import Rows
 from operators.engine.sampling_params import Sampling
 
 
@@ -150,3 +151,54 @@ def test_broken_weights_end_rows_with_an_error_and_the_engine_goes_on(make_model
             replayed({0: make_model()}, rows[i]["tokens"], rows[i]["versions"], 2),
             atol=1e-5,
         )
+
+
+@pytest.mark.parametrize("recomputes", ["keep", "recompute"])
+def test_siblings_that_drew_the_same_are_computed_once_and_none_changes_by_a_bit(
+    recomputes, make_engine, make_model, monkeypatch
+):
+    work = [
+        PromptStart(prompt=np.arange(3, 3 + n), limit=n + 30, tickets=range(8 * i, 8 * i + 8), seeds=range(100))
+        for i, n in enumerate((3, 16, 17))
+    ]
+    computed = []
+
+    def rows_of_a_run():
+        sampling, updates = Sampling(temperature=0.05), []
+        engine = make_engine(
+            make_model("llama", initializer_range=0.2), end_tokens=[], sampling=sampling, on_update=recomputes
+        )
+        if engine.fused is None:
+            pytest.skip("only the fused step computes rows by themselves to the bit")
+        fused, count = engine.fused, [0]
+
+        class Counting:
+            def __getattr__(self, name):
+                return getattr(fused, name)
+
+            def __call__(self, tokens, *rest):
+                count[0] += len(tokens)
+                return fused(tokens, *rest)
+
+        engine.fused = Counting()
+
+        def update(step):
+            if step == 9:
+                engine.model.load_state_dict(make_model("llama", seed=1, initializer_range=0.2).state_dict())
+                engine.adopted(1)
+                updates.append(step)
+
+        rows = drive(engine, work, update)
+        assert updates
+        computed.append(count[0])
+        return rows
+
+    together = rows_of_a_run()
+    monkeypatch.setattr(Rows, "distinct", lambda rows: None)
+    apart = rows_of_a_run()
+    assert computed[0] < 0.7 * computed[1]
+    assert together.keys() == apart.keys() and len(together) == 24
+    assert len({tuple(row["tokens"]) for row in together.values()}) > 6
+    for ticket, row in together.items():
+        for column in ("tokens", "logprobs", "versions"):
+            np.testing.assert_array_equal(row[column], apart[ticket][column])
