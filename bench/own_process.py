@@ -1,6 +1,7 @@
 """A run of a bench in a process of its own: started with the bench's own module, it writes its figures into a file."""
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -24,12 +25,14 @@ def figures_of(
 ) -> dict[str, Any]:
     """What `python -m module --child NAMES FILE FLAGS` wrote into FILE as JSON, or {"failed": why there is nothing}.
 
+    The child and what it started end with this call, also where this process is told to end meanwhile (SIGTERM).
     environment: the child's whole environment; None: this process's.
     watch: called with the child's process id every half second while it runs.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [sys.executable, "-m", module, "--child", *names, str(out), *flags]
+        before = signal.signal(signal.SIGTERM, _end)
         program = Program(command, Path(folder) / "said", environment)
         deadline = time.monotonic() + timeout_s
         try:
@@ -44,4 +47,10 @@ def figures_of(
             return {"failed": f"it ended without figures: {failure}: {program.output_tail()}"}
         finally:
             program.kill()
+            signal.signal(signal.SIGTERM, before)
         return found
+
+
+def _end(number: int, frame: Any) -> None:
+    """As Ctrl-C does, so that what was started is ended."""
+    raise SystemExit(128 + number)

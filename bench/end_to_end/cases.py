@@ -63,6 +63,8 @@ class Case:
     lr: float
     prompts_per_step: int = PROMPTS_PER_STEP
     """Groups of GROUP_SIZE rollouts in a step."""
+    dtype: str = "float32"
+    """In which our graphs multiply; the other systems do in float32."""
     steps: dict[str, int]
     """Counted steps, by system."""
     warmup: dict[str, int]

@@ -130,7 +130,7 @@ def run_ours(case: Case, system: str, *, max_staleness: int, seed: int, threads:
     from operators.credit import advantage
     from operators.losses import aipo
 
-    graph, model = Graph(f"bench-{system}"), Model(str(case.policy))
+    graph, model = Graph(f"bench-{system}"), Model(str(case.policy), dtype=case.dtype)
     prompts = Prompts(list(case.rows), columns=("answer",), shuffle_seed=seed)
     reward = scorer(name="reward", concurrency=case.calls)(case.reward)
     generator = Generator(model, group_size=GROUP_SIZE, max_tokens=case.max_tokens)

@@ -11,8 +11,9 @@ without an option: stages of a step as the run records them (prompts of --steps 
 and drawing of the generator in float32, bfloat16 and int8; each beside the peaks of bench.peaks.
 
 --systems: seconds a step, rates and peak memory of whole loops (as in bench.end_to_end, with this model) and of
-generators that make one step's rollouts alone. plain and trl make --few-steps steps after one that does not count. vLLM
-runs where DATAFLOW_VLLM_PYTHON names the interpreter of an environment that has it.
+generators that make one step's rollouts alone; all in float32 but those whose name says bfloat16. plain and trl make
+--few-steps steps after one that does not count; trl takes some 19 GB of memory. vLLM runs where DATAFLOW_VLLM_PYTHON
+names the interpreter of an environment that has it.
 
 --parity: AIPO with rollouts up to 0, 1, 4 and 8 versions old, and at 8 without importance weights: held-out accuracy
 after the same number of rollouts, over the seeds, with standard errors. The picture is drawn beside FILE.
@@ -46,7 +47,7 @@ ROOT = Path(__file__).parent.parent.parent
 CHILDREN: Mapping[str, Callable[[str, int, argparse.Namespace], dict[str, Any]]] = {
     parity.CASE: parity.run_arm,
     systems.CASE: systems.run_system,
-    systems.PACE_CASE: systems.run_system,
+    systems.PACE_CASE: systems.run_paced,
     forgetting.CASE: forgetting.run_forgetting,
     seconds.CASE: lambda name, _, options: seconds.run_part(name, options),
 }
@@ -72,6 +73,8 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     options = parser().parse_args(given)
     if options.steps is None:
         options.steps = LEARNING_STEPS if options.parity or options.forgetting else TIMED_STEPS
+    if options.systems:
+        options.dtype = "float32"
     return options
 
 

@@ -100,7 +100,7 @@ class HfStep:
         torch.set_num_threads(threads)
         self._task = task
         self._model, tokenizer = load(folder)
-        self._model.eval().requires_grad_(False)
+        self._model.to(getattr(torch, task.dtype)).eval().requires_grad_(False)
         ids = prompt_ids(task, tokenizer, task.prompts_per_step)
         width = max(map(len, ids))
         self._end = tokenizer.eos_token_id
@@ -152,26 +152,28 @@ def paced(step: EngineStep | HfStep, task: Task, repeats: int) -> dict[str, Figu
 
 
 COUNTED = (
-    "prefill_s", "prefill_rows", "prefill_tokens", "decode_s", "decode_rows", "decode_steps", "draw_s",
+    "prefill_s", "prefill_rows", "prefill_tokens", "decode_s", "decode_rows", "decode_computed", "decode_steps",
+    "draw_s",
 )  # fmt: skip
 
 
 def stages(step: EngineStep) -> Counts:
-    """Of one step's rollouts, seconds, tokens and rows of its prefill, its decoding and its drawing."""
-    engine, spent = (
-        step.engine,
-        dict.fromkeys(("prefill_s", "decode_s", "draw_s", "prefill_tokens", "decode_rows"), 0.0),
-    )
-    spent["decode_steps"] = spent["prefill_rows"] = 0.0
+    """Of one step's rollouts, seconds, tokens and rows of its prefill, its decoding and its drawing.
+
+    decode_computed: rows that were computed; rollouts of a group that have drawn the same tokens are one.
+    """
+    engine, spent = step.engine, dict.fromkeys(COUNTED, 0.0)
     forward, draw = engine._forward, engine._draw
 
     def timed_forward(new: Any) -> Any:
-        rows = engine.rows.n
+        rows, alike = engine.rows.n, None if engine.fused is None else engine.rows.distinct()
+        computed = rows if alike is None else len(alike[0])
         began = time.perf_counter()
         found = forward(new)
         stage = "prefill" if new else "decode"
         spent[f"{stage}_s"] += time.perf_counter() - began
         spent[f"{stage}_rows"] += len(new) if new else rows
+        spent["decode_computed"] += 0 if new else computed
         spent["prefill_tokens"] += sum(prefix.new for prefix in new)
         spent["decode_steps"] += not new
         return found

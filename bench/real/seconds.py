@@ -25,7 +25,9 @@ from bench.real.task import Task, task_of
 from bench.report import Figure, Report
 
 CASE = "seconds"
-RUN, TRAINER, PEAKS = "run", "trainer", "peaks"
+RUN, PEAKS = "run", "peaks"
+TRAINERS = {"trainer-float32": "float32", "trainer-bfloat16": "bfloat16"}
+"""In which its products are."""
 GENERATORS: dict[str, dict[str, str]] = {
     "generator-float32": {"dtype": "float32", "weights": "model"},
     "generator-bfloat16": {"dtype": "bfloat16", "weights": "model"},
@@ -35,7 +37,7 @@ GENERATORS: dict[str, dict[str, str]] = {
 """What the task's generator is given."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Of a number."""
-PARTS = (PEAKS, RUN, TRAINER, *GENERATORS)
+PARTS = (PEAKS, RUN, *TRAINERS, *GENERATORS)
 REPEATS = 3
 STAGES = ("wait", "forward_backward", "optimizer", "settle", "record", "publish")
 """Of a trainer's step, as metrics.jsonl names them."""
@@ -48,7 +50,7 @@ def seconds(options: argparse.Namespace, given: Sequence[str], about: Mapping[st
     )
     hidden = {"case", "setting", "seed", "failed", *about}
     table = Report("real")
-    for kind in (PEAKS, RUN, TRAINER, "generator"):
+    for kind in (PEAKS, RUN, "trainer", "generator"):
         for line in lines:
             if line["system"].startswith(kind):
                 shown = {key: value for key, value in line.items() if key not in hidden and key != "system"}
@@ -70,8 +72,8 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
         return peaks(options.threads)
     if name == RUN:
         return of_run(task, options)
-    if name == TRAINER:
-        return of_trainer(task, options.threads)
+    if name in TRAINERS:
+        return of_trainer(replace(task, dtype=TRAINERS[name]), options.threads)
     changed: Any = GENERATORS[name]
     return of_generator(replace(task, **changed), options.threads)
 
@@ -119,7 +121,7 @@ def of_trainer(task: Task, threads: int) -> dict[str, Figure]:
     """A step of the learner on rollouts of the policy, all of which have a signal; medians over the repeats.
 
     gflops: multiplications and additions of the model's matrices, forward once and backward twice, per second of
-    forward and backward. share: of the peak in float32.
+    forward and backward. share: of the peak in the format of its products.
     """
     from operators import Trainer
     from operators.training.learner import learner as learning
@@ -166,7 +168,7 @@ def of_trainer(task: Task, threads: int) -> dict[str, Figure]:
         "update_s": middle["update_s"], "rest_s": middle["rest_s"],
         "positions": middle["nodes"], "heads": middle["heads"],
         "positions_per_s": middle["nodes"] / middle["step_s"], "gflops": flops / 1e9,
-        "share": flops / matmul_peak("float32", threads), "share_bfloat16": flops / matmul_peak("bfloat16", threads),
+"share": flops / matmul_peak(task.dtype, threads),
     }  # fmt: skip
 
 
@@ -220,7 +222,7 @@ def of_generator(task: Task, threads: int) -> dict[str, Figure]:
     a_layer = (a_step - a_half) / max(1, count - fewer)
     head_s = max(0.0, a_step - count * a_layer) if count > fewer else None
     prefilled = 2 * (layers * spent["prefill_tokens"] + head * spent["prefill_rows"]) / spent["prefill_s"]
-    decoded = 2 * (layers + head) * spent["decode_rows"] / spent["decode_s"]
+    decoded = 2 * (layers + head) * spent["decode_computed"] / spent["decode_s"]
     products = "int8" if task.weights == "int8_dynamic" else task.dtype
     peak, read = matmul_peak(products, threads), read_bandwidth(threads)
     weights = layers * BYTES[products] + head * BYTES[task.dtype]
@@ -228,7 +230,8 @@ def of_generator(task: Task, threads: int) -> dict[str, Figure]:
         "prefill_s": spent["prefill_s"], "decode_s": spent["decode_s"], "draw_s": spent["draw_s"],
         "rest_s": spent["seconds"] - spent["prefill_s"] - spent["decode_s"] - spent["draw_s"],
         "head_s": None if head_s is None else head_s * spent["decode_steps"], "prefill_tokens": spent["prefill_tokens"],
-        "rows": spent["decode_rows"] / spent["decode_steps"], "prefill_gflops": prefilled / 1e9,
+        "rows": spent["decode_rows"] / spent["decode_steps"],
+        "computed_rows": spent["decode_computed"] / spent["decode_steps"], "prefill_gflops": prefilled / 1e9,
         "prefill_share": prefilled / peak, "decode_gflops": decoded / 1e9, "decode_share": decoded / peak,
         "bandwidth_share": weights / a_step / read,
     }  # fmt: skip

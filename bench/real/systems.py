@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,12 @@ from bench.real.task import Task, folder_of, task_of
 from bench.report import Figure, Report
 
 CASE = "systems"
-LOOPS, GENERATORS = ("async", "sync", "plain", "trl"), ("ours", "hf_generate", "vllm_cpu")
+NARROW = "-bfloat16"
+"""Ends the name of a system that multiplies in it; the others do in float32."""
+LOOPS = ("async", "sync", "async-bfloat16", "sync-bfloat16", "plain", "trl")
+GENERATORS = (
+    "ours", "ours-bfloat16", "hf_generate", "hf_generate-bfloat16", "vllm_cpu", "vllm_cpu-bfloat16",
+)  # fmt: skip
 SYSTEMS = (*LOOPS, *GENERATORS)
 WARMUP = {"async": 6, "sync": 1, "plain": 1, "trl": 1}
 """Steps of a loop that do not count; the asynchronous one's fill its queues."""
@@ -67,10 +73,16 @@ def told(line: Line) -> str:
     return f"{seconds:.2f} s, {line['rollouts_per_s']:.1f} rollouts/s, {line['tokens_per_s']:,.0f} tokens/s"
 
 
-def run_system(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def run_system(name: str, _: int, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of one system, in this process."""
-    task = task_of(options)
-    return run_loop(name, task, seed, options) if name in LOOPS else run_generator(name, task, options)
+    kind = name.removesuffix(NARROW)
+    task = replace(task_of(options), dtype="float32" if kind == name else "bfloat16")
+    return run_loop(kind, task, 0, options) if name in LOOPS else run_generator(kind, task, options)
+
+
+def run_paced(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of our graph, which multiplies as the flags say."""
+    return run_loop(name, task_of(options), seed, options)
 
 
 def run_loop(name: str, task: Task, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -105,7 +117,7 @@ def case_of(task: Task, options: argparse.Namespace) -> Case:
     return Case(
         name="real", policy=folder, rows=tuple(row | {"prompt": lay(row["prompt"])} for row in task.train),
         reward=number, max_tokens=task.max_tokens, lr=task.lr, prompts_per_step=task.prompts_per_step,
-        steps=dict.fromkeys(LOOPS, options.steps) | few, warmup=WARMUP,
+        dtype=task.dtype, steps=dict.fromkeys(WARMUP, options.steps) | few, warmup=WARMUP,
     )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name in ("prompts_per_step", "group_size", "max_tokens"):
         found.add_argument(f"--{name.replace('_', '-')}", type=int, default=usual[name], help="default: %(default)s")
     found.add_argument("--lr", type=float, default=usual["lr"], help="default: %(default)s")
-    found.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+    found.add_argument("--dtype", choices=("float32", "bfloat16"), default=usual["dtype"], help="default: %(default)s")
     found.add_argument("--weights", choices=WEIGHTS, default="model", help="of the generator's linear layers")
     found.add_argument("--no-chat", action="store_true", help="prompts as they stand, for a model without a template")
     found.add_argument("--threads", type=int, default=2, help="of systems that settle none (default: %(default)s)")
