@@ -54,6 +54,7 @@ ENDLESS = {
     ("dataflow/system/child.py", "child.wait()"): "of a process that has ended, or was sent SIGKILL in the line before",
     ("dataflow/agent/forkserver.py", "process.wait()"): "of a process that was sent SIGKILL in the line before",
     ("dataflow/agent/forkserver_client.py", "self._process.wait()"): "of one that has ended, or was sent SIGKILL",
+    ("dataflow/foresight/choice/ways_out.py", "FLAGS.get()"): "a context variable, which never waits",
     ("dataflow/launchers/named.py", "HOSTED.get()"): "a context variable, which never waits",
     ("dataflow/launchers/ray_agent.py", "self._agent.wait()"): "an actor's one task; its agent ends with it",
     ("dataflow/scoring/server.py", "process.wait()"): "of a process that was sent SIGKILL in the line before",

@@ -308,7 +308,7 @@ TURNS = (
     Law(
         "a turn is given when its work is done and another asks",
         "test_never_two_nodes_have_memory_and_all_work_is_done_whoever_dies_or_stops",
-        "dataflow.worker.turns:decide",
+        "dataflow.rules.turn:decide",
         returned("'stay'", "give"),
         "that it is given",
     ),
