@@ -18,7 +18,7 @@ from rich.console import Console
 from bench.learning.algorithms import budget
 from bench.real.evaluation import accuracies
 from bench.real.parity import error, mean
-from bench.real.runs import Line, chosen, made_once, setting_of
+from bench.real.runs import Line, chosen, made_once, run_to_end, setting_of
 from bench.real.task import Task, folder_of, task_of
 from bench.report import Figure, Report
 
@@ -64,9 +64,6 @@ def told(line: Line) -> str:
 
 def run_forgetting(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train unless this is the start, and measure what the weights know."""
-    from dataflow import run
-    from dataflow.folder.run_folder import RunFolder
-
     task = task_of(options)
     start = folder_of(task.policy)
     if name == START:
@@ -75,11 +72,7 @@ def run_forgetting(name: str, seed: int, options: argparse.Namespace) -> dict[st
     prompts = task.prompts(rows, epochs=1)
     graph = task.graph("forgetting", prompts, max_staleness=options.max_staleness, kl=float(name.removeprefix("kl-")))
     with tempfile.TemporaryDirectory() as runs:
-        result = run(graph, seed=seed, runs=runs, quiet=True)
-        if not result.verdict.clean:
-            raise RuntimeError(f"the ledger of the run does not hold: {result.verdict.line}; see dataflow verify")
-        checkpoints = RunFolder.open(result.folder).checkpoints
-        last = checkpoints.folder(max(checkpoints.steps()))
+        result, last = run_to_end(graph, seed, runs)
         return knows(task, last, start, options) | {"seconds": result.seconds}
 
 

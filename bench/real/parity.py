@@ -17,7 +17,7 @@ from bench.learning.algorithms import budget
 from bench.learning.figures import curve_of, row_of, summary
 from bench.learning.picture import picture
 from bench.real.evaluation import accuracies
-from bench.real.runs import Line, chosen, made_once, setting_of
+from bench.real.runs import Line, chosen, made_once, run_to_end, setting_of
 from bench.real.task import Task, task_of
 from bench.report import Figure, Report
 
@@ -115,9 +115,6 @@ def error(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 def run_arm(name: str, seed: int, options: argparse.Namespace) -> dict[str, Figure]:
     """One run, in this process and its workers, and what its last weights answer."""
-    from dataflow import run
-    from dataflow.folder.run_folder import RunFolder
-
     task, arm = task_of(options), ARMS[name]
     rows = budget(task.train, options.steps * task.prompts_per_step, seed)
     held_out = task.prompts(task.held_out[:CURVE_QUESTIONS], name="held_out", group_size=1)
@@ -126,11 +123,7 @@ def run_arm(name: str, seed: int, options: argparse.Namespace) -> dict[str, Figu
         held_out=held_out, every_steps=max(1, options.steps // options.points),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as runs:
-        result = run(graph, seed=seed, runs=runs, quiet=True)
-        if not result.verdict.clean:
-            raise RuntimeError(f"the ledger of the run does not hold: {result.verdict.line}; see dataflow verify")
-        checkpoints = RunFolder.open(result.folder).checkpoints
-        last = checkpoints.folder(max(checkpoints.steps()))
+        result, last = run_to_end(graph, seed, runs)
         found = figures(task, result.metrics, len(rows)) | accuracies(task, str(last), samples=options.samples)
         curve = curve_of(found)
         curve[-1] = (curve[-1][0], float(found["accuracy"] or 0.0))

@@ -14,10 +14,22 @@ from bench.chaos.nemesis import everyone
 from bench.end_to_end.__main__ import environment
 from bench.own_process import figures_of
 from bench.report import Figure, Report
+from dataflow import Graph, run
+from dataflow.folder.run_folder import RunFolder
+from dataflow.run import Result
 
 RUN_TIMEOUT_S = 3600.0
 MIB = 2**20
 Line = dict[str, Any]
+
+
+def run_to_end(graph: Graph, seed: int, runs: str) -> tuple[Result, Path]:
+    """A run in this process and its workers, and the folder of its last weights. RuntimeError: it lost something."""
+    result = run(graph, seed=seed, runs=runs, quiet=True)
+    if not result.verdict.clean:
+        raise RuntimeError(f"the ledger of the run does not hold: {result.verdict.line}; see dataflow verify")
+    checkpoints = RunFolder.open(result.folder).checkpoints
+    return result, checkpoints.folder(max(checkpoints.steps()))
 
 
 def made_once(

@@ -25,6 +25,9 @@ from operators.engine.stop_strings import StopStrings
 FIRST_TOKENS = 32
 """Positions per slot that the tables begin with."""
 
+MOST_DISTINCT = 0.9
+"""Share of the live rows up to which those that are alike are computed once."""
+
 _SLOT, _LENGTH, _START, _LIMIT, _SEED, _LAST = range(6)
 
 
@@ -146,9 +149,9 @@ class Rows:
 
     def distinct(self) -> tuple[AnyArray, AnyArray] | None:
         """The first row of each kind that is `alike`, int64 [d], ascending, and the place in it of every live row's
-        kind, int64 [n]; None where all rows differ."""
+        kind, int64 [n]; None where nearly all rows differ, so that bookkeeping would cost more than it saves."""
         kinds, first, kind = np.unique(self.alike[: self.n], return_index=True, return_inverse=True)
-        if len(kinds) == self.n:
+        if len(kinds) > MOST_DISTINCT * self.n:
             return None
         order = np.argsort(first)
         place = np.empty_like(order)

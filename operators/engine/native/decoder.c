@@ -3,7 +3,8 @@
    Rows are divided among threads. Rows are decoded tokens, each with pages of its own behind those that its run shares,
    and after them prompts: the tokens of a prompt are rows of one run with the same pages, in order. Without prompts a
    thread takes its rows, a block at a time, through all layers without waiting for another; with them threads take
-   their parts of a block together, and wait in each layer until the block's keys and values are there. Activations are float32, and so is what lies between products where weights are bfloat16.
+   their parts of a block together, and wait in each layer until the block's keys and values are there. Activations are
+   float32, and so is what lies between products where weights are bfloat16.
    Axes: n rows, H hidden, K key/value heads, R query heads for each, D width of a head. */
 
 #define BLOCK_ROWS 128
@@ -31,7 +32,7 @@ typedef struct {
     const int32_t *table, *table_rows;
     int64_t table_width, n;
     Runs runs;
-    const int32_t *near, *alike; /* page that a run's first begins like, for how many tokens, [count]; null: no prompts */
+    const int32_t *near, *alike; /* page that a run's first begins like, for how many tokens; null: no prompts */
     const int64_t *wanted; /* rows whose logits are asked for, ascending; null: all */
     int64_t wanted_count;
     float *logits; /* [wanted, vocabulary] */

@@ -54,7 +54,7 @@ class DirectGradients:
             self.settle(weight)
 
     def place(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """Where the gradient is kept, and whether something is there, to which the caller adds; he writes all of it."""
+        """Where the gradient is kept, and whether something is there to add to. The caller writes all of it."""
         if weight.grad is None:
             weight.grad = torch.empty_like(weight)
             self._empty.add(weight)
